@@ -14,6 +14,8 @@ import numpy as np
 from fastattn import masks
 from fastattn._call.normalize import normalize
 from fastattn._call.problem import Problem
+from fastattn._machine.constants import FEW_ROWS
+from fastattn.backends.cython import backend as cython_backend
 from tests import naive
 
 FLOATS = ("float32", "float64")
@@ -43,6 +45,12 @@ def random_arrays(
     key = rng.standard_normal((*lead, kv_heads, len_k, head_dim))
     value = rng.standard_normal((*lead, kv_heads, len_k, value_dim))
     return query.astype(dtype), key.astype(dtype), value.astype(dtype)
+
+
+def few_rows(dtype: str) -> int:
+    """The most rows of a head for which split-KV is used, on the instruction set in use."""
+    target = cython_backend.driver.target(np.dtype(dtype).itemsize)
+    return target["few_rows"] or max(FEW_ROWS, target["lanes"] - 1)
 
 
 def problem_of(*arrays: np.ndarray, **options: Any) -> Problem:

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from fastattn import masks
+from fastattn import dropout_mask, masks
 from fastattn._call.schedule import Target, make_schedule
-from fastattn._machine.constants import BLOCK_K, FEW_ROWS, UNCACHED_NBYTES
+from fastattn._machine.constants import BLOCK_K, FEW_ROWS, PIECE_ROWS, PIECE_TILES, UNCACHED_NBYTES
 from fastattn.backends.cython import backend as cython_backend
 from tests import naive
-from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, problem_of, random_arrays, solve
+from tests.cases import FLOATS, MEMORY_LAYOUTS, Case, few_rows, problem_of, random_arrays, solve
 from tests.conftest import drawn, on_compiled, on_cython
 from tests.test_options_hypothesis import problems
 from tests.tolerances import assert_all_same, assert_answer, assert_attention, assert_same_bits
@@ -28,6 +28,7 @@ LENGTHS = (1, 2, 63, 64, 65, 255, 256, 257, 511, 512, 513, 769, 1025, 2049)
 #: Few rows are at most `FEW_ROWS`, or fewer than a vector has lanes, which is at most this; those of a group
 #: also exactly as many.
 MOST_ROWS = 16
+LONG_Q = 19  #: queries of the sweep, whatever the instruction set
 COLUMNS = 40  #: head_dim and value_dim of `many_key_tiles` together
 
 
@@ -44,21 +45,19 @@ def many_key_tiles(dtype="float32", *, heads=2, kv_heads=1, len_q=3, len_k=2500,
         value_dim=COLUMNS - 17,
         dtype=dtype,
     )
-    assert len_q * heads // kv_heads <= MOST_ROWS
     return arrays
 
 
-def schedule_of(len_q, len_k, lanes, heads=1):
-    """The schedule of one key/value head for three threads."""
+def schedule_of(len_q, len_k, lanes, heads=1, num_threads=3, **target):
+    """The schedule of one key/value head."""
     columns = {"head_dim": 17, "value_dim": COLUMNS - 17}
     arrays = random_arrays(heads=heads, kv_heads=1, len_q=len_q, len_k=len_k, **columns)
-    return make_schedule(problem_of(*arrays), Target(lanes, 3, 8), 3)
+    return make_schedule(problem_of(*arrays), Target(lanes, 3, 8, **target), num_threads)
 
 
-def most_rows(dtype):
-    """The most rows for which split-KV is used with any number of keys, on the instruction set in use."""
-    lanes = cython_backend.driver.target(np.dtype(dtype).itemsize)["lanes"]
-    return max(FEW_ROWS, lanes - 1)
+def rows_of_path(path, dtype):
+    """The least and the most rows here of split-KV, or of the sweep with pieces."""
+    return (1, few_rows(dtype)) if path == "split-KV" else (MOST_ROWS + 1, 2 * MOST_ROWS + 5)
 
 
 def test_the_shapes_of_this_file_use_split_kv():
@@ -75,6 +74,20 @@ def test_the_shapes_of_this_file_use_split_kv():
     assert schedule.num_threads == 3
     assert schedule.block_k == BLOCK_K == 256
     assert schedule.n_splits == schedule.n_tasks == 10
+    assert schedule_of(5, 2500, 8, few_rows=5).uses_split_kv
+    assert not schedule_of(6, 2500, 8, few_rows=5).uses_split_kv
+
+
+def test_pieces_depend_on_rows_alone():
+    """Tasks share the pieces of few query blocks; neither threads nor keys decide what a piece is."""
+    for len_k, n_splits in ((100, 1), (1024, 1), (1025, 2), (5000, 5)):
+        schedule = schedule_of(17, len_k, 8, has_pieces=True)
+        assert schedule.piece_tiles == PIECE_TILES
+        assert schedule.n_splits == n_splits
+        assert schedule.n_tasks == n_splits * schedule.n_blocks
+    assert schedule_of(PIECE_ROWS, 5000, 8, has_pieces=True).piece_tiles == PIECE_TILES
+    assert schedule_of(PIECE_ROWS + 1, 5000, 8, has_pieces=True).n_splits == 1
+    assert schedule_of(17, 5000, 8, has_pieces=True, num_threads=1).n_splits == 1
 
 
 # ---------------------------------------------------------------- the definition
@@ -224,7 +237,7 @@ def test_options(engine, name, dtype):
 
 
 @st.composite
-def few_rows(draw):
+def few_row_problems(draw):
     kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, MOST_ROWS + 1))
     return {
         "lead": (draw(st.integers(1, 2)),),
@@ -237,7 +250,7 @@ def few_rows(draw):
     }
 
 
-@drawn(12, 50, problem=problems(few_rows()), num_threads=st.sampled_from([1, 2, 3]))
+@drawn(12, 50, problem=problems(few_row_problems()), num_threads=st.sampled_from([1, 2, 3]))
 def test_all_options_together(engine, problem, num_threads):
     arrays, ours, theirs = problem
     assert_attention(engine.everything(*arrays, num_threads=num_threads, **ours), *arrays, **theirs)
@@ -278,35 +291,69 @@ THREAD_OPTIONS = {
     "causal": {"causal": "bottom_right"},
     "window": {"window": (1100, 0)},
     "lengths": {"key_lengths": np.array([1500])},
-    "mask": {"mask": np.random.default_rng(0).random((3, 2500)) < 0.6},
+    "mask": {"mask": np.random.default_rng(0).random((LONG_Q, 2500)) < 0.6},
     "one_key_tile": {"mask": np.arange(2500) // 256 == 7},
     "every_other_key_tile": {"mask": np.arange(2500) // 256 % 2 == 0},
-    "some_key_tiles_of_some_rows": {"mask": np.arange(2500) // 256 % 3 != np.arange(3)[:, None]},
+    "some_key_tiles_of_some_rows": {"mask": np.arange(2500) // 256 % 3 != np.arange(LONG_Q)[:, None] % 3},
     "nothing": {"mask": np.zeros(2500, bool)},
     "tiles": {"mask": masks.Window(600, 0) | masks.GlobalTokens([0])},
-    "bias": {"bias": np.random.default_rng(0).standard_normal((3, 2500)).astype(np.float16)},
+    "bias": {"bias": np.random.default_rng(0).standard_normal((LONG_Q, 2500)).astype(np.float16)},
     "sinks": {"sinks": np.array([0.5, -1.0]), "softcap": 4.0},
     "sinks_alone": {"sinks": np.array([0.5, -1.0]), "mask": np.zeros(2500, bool)},
 }
 
 
+def thread_options(option, len_q):
+    """For as many queries: arrays are of the most."""
+    return {
+        name: x[:len_q] if np.shape(x)[:1] == (LONG_Q,) else x for name, x in THREAD_OPTIONS[option].items()
+    }
+
+
+def thread_arrays(len_q, dtype="float32", **sizes):
+    """Values of one column whose sums overflow: they are computed again."""
+    query, key, value = many_key_tiles(dtype, len_q=len_q, **sizes)
+    value[..., 3] = np.finfo(dtype).max * np.sign(value[..., 3])
+    return query, key, value
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("option", THREAD_OPTIONS)
-@pytest.mark.parametrize("heads", [1, 2], ids=["one_head", "two_kv_heads"])
-def test_number_of_threads(engine, heads, option, dtype):
-    """With more threads a task has fewer key tiles."""
-    arrays = many_key_tiles(dtype, heads=2, kv_heads=heads)
-    one = engine.everything(*arrays, num_threads=1, **THREAD_OPTIONS[option])
+@pytest.mark.parametrize(("len_q", "heads"), [(2, 1), (2, 2), (LONG_Q, 1)])
+def test_number_of_threads(engine, len_q, heads, option, dtype):
+    """With more threads a task has fewer key tiles, or pieces."""
+    arrays, options = thread_arrays(len_q, dtype, heads=2, kv_heads=heads), thread_options(option, len_q)
+    one = engine.everything(*arrays, num_threads=1, **options)
     for num_threads in (2, 3, 5, 16):
-        assert_all_same(engine.everything(*arrays, num_threads=num_threads, **THREAD_OPTIONS[option]), one)
-    assert_same_bits(engine.attention(*arrays, num_threads=3, **THREAD_OPTIONS[option]), one[0], "out alone")
+        assert_all_same(engine.everything(*arrays, num_threads=num_threads, **options), one)
+    assert_same_bits(engine.attention(*arrays, num_threads=3, **options), one[0], "out alone")
+    assert np.isfinite(one[0]).all()
+    if option != "tiles":
+        with np.errstate(over="ignore"):  # of the formula
+            assert_attention(one, *arrays, **options)
+
+
+@on_cython
+@pytest.mark.parametrize("len_q", [2, LONG_Q])
+def test_dropout(engine, len_q):
+    """Which weights are dropped depends on the keys' places, not on their tiles and pieces."""
+    query, key, value = many_key_tiles(len_q=len_q)
+    kept = dropout_mask((1, 2, len_q, 2500), 0.3, 5)
+    whole = engine.attention(query, key, value, return_weights=True)[1].astype(np.longdouble)
+    out, weights = engine.attention(
+        query, key, value, return_weights=True, dropout=0.3, seed=5, num_threads=3
+    )
+    np.testing.assert_allclose(
+        weights, np.where(kept, whole / (1 - round(0.3 * 65536) / 65536), 0), rtol=1e-5
+    )
+    np.testing.assert_allclose(out, weights.astype(np.longdouble) @ value, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("option", THREAD_OPTIONS)
-def test_other_items_of_the_batch(engine, option):
+@pytest.mark.parametrize("len_q", [2, LONG_Q])
+def test_other_items_of_the_batch(engine, len_q, option):
     """With more items in the batch the keys of each are split into fewer tasks, finally into one."""
-    arrays = many_key_tiles(lead=(9,))
-    options = THREAD_OPTIONS[option]
+    arrays, options = thread_arrays(len_q, lead=(9,)), thread_options(option, len_q)
     together = engine.everything(*arrays, num_threads=3, **options)
     for item in (0, 8):
         alone = engine.everything(*(array[item : item + 1] for array in arrays), num_threads=3, **options)
@@ -314,9 +361,10 @@ def test_other_items_of_the_batch(engine, option):
 
 
 @pytest.mark.parametrize("spoilt", [False, True], ids=["finite", "nonfinite"])
-def test_again_and_again(engine, spoilt):
+@pytest.mark.parametrize("len_q", [2, 5], ids=["split-KV", "pieces"])
+def test_again_and_again(engine, len_q, spoilt):
     """The thread that ends last writes the outputs: a race would show as a run that differs."""
-    query, key, value = many_key_tiles(heads=8, kv_heads=2, len_q=2)
+    query, key, value = many_key_tiles(heads=8, kv_heads=2, len_q=len_q)
     if spoilt:
         value[..., 1300, 3] = np.nan
     first = engine.everything(query, key, value, causal="top_left", num_threads=1)
@@ -343,21 +391,23 @@ def test_many_heads_again_and_again(engine, spoilt):
 
 @on_compiled
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_row_alone_and_among_others(engine, dtype):
+@pytest.mark.parametrize("path", ["split-KV", "pieces"])
+def test_a_row_alone_and_among_others(engine, path, dtype):
     """Its sums depend neither on the number of other rows, nor on key tiles that only those may attend."""
     rng = np.random.default_rng(0)
-    most = most_rows(dtype)
-    query, key, value = many_key_tiles(dtype, heads=1, len_q=most, len_k=1100)
-    mask = rng.random((most, 1100)) < 0.7
-    key_tile = np.arange(1100) // BLOCK_K
-    mask[0], mask[1] = key_tile == 2, key_tile == 4  # one key tile alone
-    mask[2], mask[3] = key_tile % 2 == 0, key_tile % 2 == 1
-    mask[4] = False
-    mask[5] = np.arange(1100) == 767
-    bias = rng.standard_normal((most, 1100)).astype(dtype)
+    (least, most), len_k = rows_of_path(path, dtype), 1100 if path == "split-KV" else 4200
+    query, key, value = many_key_tiles(dtype, heads=1, len_q=most, len_k=len_k)
+    mask = rng.random((most, len_k)) < 0.7
+    j, piece = (
+        np.arange(len_k),
+        np.arange(len_k) // (BLOCK_K if path == "split-KV" else PIECE_TILES * BLOCK_K),
+    )
+    kept = (piece == 2, piece == 4, piece % 2 == 0, piece % 2 == 1, np.zeros(len_k, bool), j == 767)
+    mask[: len(kept)] = kept[:most]
+    bias = rng.standard_normal((most, len_k)).astype(dtype)
     together = engine.everything(query, key, value, mask=mask, bias=bias)
-    for first in range(most):
-        for stop in {first + 1, min(first + 2, most), min(first + 5, most)}:
+    for first in range(most - least + 1):
+        for stop in {min(first + least + n, most) for n in (0, 1, 4)}:
             rows = slice(first, stop)
             alone = engine.everything(query[..., rows, :], key, value, mask=mask[rows], bias=bias[rows])
             for got, wanted in zip(alone, together, strict=True):
@@ -404,7 +454,8 @@ def test_rows_of_keys_from_memory(engine, dims, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_row_of_one_document_alone_and_among_others(engine, dtype):
     """The computed keys are those of all rows together; where they begin and end changes no partial sum."""
-    most = min(most_rows(dtype), 10)
+    _, most = rows_of_path("split-KV", dtype)
+    most = min(most, 10)
     query, key, value = many_key_tiles(dtype, heads=1, len_q=most, len_k=1100)
     documents = np.searchsorted([5, 77, 95, 221, 300, 427, 591, 703, 1033], np.arange(1100), side="right")
     together = engine.everything(query, key, value, mask=masks.Segments(np.arange(most), documents))
@@ -419,11 +470,13 @@ def test_a_row_of_one_document_alone_and_among_others(engine, dtype):
 
 @on_compiled
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_head_alone_and_in_its_group(engine, dtype):
-    most = most_rows(dtype)
+@pytest.mark.parametrize("path", ["split-KV", "pieces"])
+def test_a_head_alone_and_in_its_group(engine, path, dtype):
+    least, most = rows_of_path(path, dtype)
     query, key, value = many_key_tiles(dtype, heads=most, len_q=1, len_k=1100)
     together = engine.everything(query, key, value, causal="bottom_right")
-    for heads in (slice(0, 1), slice(3, 4), slice(most - 1, most), slice(2, 7), slice(5, most)):
+    for first, stop in ((0, least), (most - least, most), (0, most), (most // 3, most // 3 + least)):
+        heads = slice(first, min(stop, most))
         alone = engine.everything(query[:, heads], key, value, causal="bottom_right")
         for got, wanted in zip(alone, together, strict=True):
             assert_same_bits(got, wanted[:, heads])

@@ -27,6 +27,8 @@ class Target(NamedTuple):
     panel_columns: int  #: columns of value in a packed panel, and of whole register tiles
     has_fused: bool = False  #: whether there are kernels of the fused sweep, see `_fuses`
     has_pairs: bool = False  #: and those of pairs of bfloat16, see `_keeps_query`
+    has_pieces: bool = False  #: whether the sweep can merge partial results
+    few_rows: int = 0  #: query rows of a head up to which split-KV is used; 0: see `constants.FEW_ROWS`
 
 
 class Factors(NamedTuple):
@@ -39,8 +41,8 @@ class Factors(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """How a call is divided. The paths and `block_k` decide the order of summation: they depend on the
-    problem alone, not on threads. The other fields change no bit of a result."""
+    """How a call is divided. The paths, `block_k` and `piece_tiles` decide the order of summation: they
+    depend on the problem alone, not on threads. The other fields change no bit of a result."""
 
     num_threads: int
     is_small: bool  #: too small for more than one thread, however many there may be
@@ -54,10 +56,12 @@ class Schedule(NamedTuple):
     score_root: float
     softcap: float
     exponent_factor: float
-    split_tiles: int = 1  #: split-KV and gradients: key tiles of a task
-    n_splits: int = 1  #: split-KV: tasks that share a key/value head
+    piece_tiles: int = 0  #: key tiles of a piece, which has a partial result; 0: there are none
+    split_tiles: int = 1  #: key tiles of a task, whole pieces
+    n_splits: int = 1  #: tasks that share the keys of a query block
     copies_keys: bool = False  #: each thread copies the keys of a head to contiguous memory
     packs_values: bool = False  #: each thread packs the values of a head into panels
+    packs_chunks: bool = False  #: or those of a partial sum, for each query block
     converts_keys: bool = False  #: keys are converted, or copied as pairs, tile by tile
     converts_values: bool = False  #: values in 16 bits likewise
     prefetch_rows: tuple[int, int] = (0, 0)  #: split-KV: prefetch distance, in keys and in values; 0: none
@@ -79,8 +83,9 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     block_k = _block_k(len_k)
     n_vectors = -(-rows // lanes)
     factors = factors_of(problem)
-    if rows <= constants.FEW_ROWS or rows < lanes or (rows == lanes and sizes.group_size > 1):
-        tiles, n_splits = _splits(heads, -(-len_k // block_k), num_threads)
+    few_rows = target.few_rows or max(constants.FEW_ROWS, lanes - 1)
+    if rows <= few_rows or (rows == lanes == few_rows + 1 and sizes.group_size > 1):
+        tiles, n_splits = _splits(heads, -(-len_k // block_k), 1, num_threads)
         prefetch_rows = (0, 0)
         key_nbytes, value_nbytes = (x.shape[-1] * x.itemsize for x in (problem.key, problem.value))
         if heads * len_k * (key_nbytes + value_nbytes) >= constants.UNCACHED_NBYTES:
@@ -90,7 +95,7 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         return Schedule(
             num_threads=min(num_threads, n_tasks), is_small=small, uses_split_kv=True, block_k=block_k,
             n_vectors=n_vectors, n_blocks=1, max_lanes=n_vectors * lanes, n_tasks=n_tasks,
-            split_tiles=tiles, n_splits=n_splits, prefetch_rows=prefetch_rows,
+            piece_tiles=1, split_tiles=tiles, n_splits=n_splits, prefetch_rows=prefetch_rows,
             converts_keys=_needs_tile(problem.key, problem),
             converts_values=_needs_tile(problem.value, problem), **factors._asdict(),
         )  # fmt: skip
@@ -105,6 +110,7 @@ def make_reduction_schedule(problem: Problem, target: Target, num_threads: int) 
     """The schedule of a problem whose scores are reduced: the sweep, without values, over natural scores."""
     small = problem.sizes.rows * problem.sizes.heads * problem.len_k * problem.head_dim < constants.SMALL_WORK
     factors = score_factors(problem.scale, problem.softcap, problem.dtype.itemsize, True)
+    target = target._replace(has_pieces=False)
     schedule = _sweep_schedule(problem, target, 1 if small else num_threads, small, factors)
     return schedule._replace(packs_values=False, converts_values=False)
 
@@ -125,18 +131,31 @@ def _sweep_schedule(
     converts_keys, converts_values = (_is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
     if uses_pairs:
         converts_keys = problem.key.strides[-1] != problem.key.itemsize or _is_scattered(problem.key)
+    block_k = _block_k(sizes.len_k)
+    n_key_tiles = max(1, -(-sizes.len_k // block_k))
+    piece_tiles = split_tiles = n_key_tiles
+    n_splits = 1
+    if target.has_pieces and sizes.rows <= constants.PIECE_ROWS:
+        piece_tiles = constants.PIECE_TILES
+        split_tiles, n_splits = _splits(heads * n_blocks, n_key_tiles, piece_tiles, num_threads)
+    n_tasks = heads * n_blocks * n_splits
     copies_keys = packs_values = False
-    if n_blocks > 1:
+    if n_blocks > 1 and n_splits == 1:
         # Query blocks that one thread computes per copy that it makes.
         blocks = min(n_blocks, heads * n_blocks // num_threads)
         key_nbytes = _key_copy_nbytes(problem, blocks, uses_pairs)
         copies_keys = key_nbytes > 0
         packs_values = _packs_values(problem, target, blocks, 2 * constants.COPY_NBYTES - key_nbytes)
+    packs_chunks = (
+        not (packs_values or converts_values)
+        and n_vectors > constants.CHUNK_VECTORS * n_blocks
+        and sizes.value_dim >= constants.CHUNK_COLUMNS
+    )
     return Schedule(
-        num_threads=min(num_threads, heads * n_blocks), is_small=small, uses_split_kv=False,
-        block_k=_block_k(sizes.len_k), n_vectors=n_vectors, n_blocks=n_blocks,
-        max_lanes=-(-n_vectors // n_blocks) * lanes, n_tasks=heads * n_blocks, copies_keys=copies_keys,
-        packs_values=packs_values,
+        num_threads=min(num_threads, n_tasks), is_small=small, uses_split_kv=False, block_k=block_k,
+        n_vectors=n_vectors, n_blocks=n_blocks, max_lanes=-(-n_vectors // n_blocks) * lanes, n_tasks=n_tasks,
+        piece_tiles=piece_tiles, split_tiles=split_tiles, n_splits=n_splits, copies_keys=copies_keys,
+        packs_values=packs_values, packs_chunks=packs_chunks,
         converts_keys=converts_keys and not copies_keys, converts_values=converts_values and not packs_values,
         keeps_query=uses_pairs, uses_pairs=uses_pairs, **factors._asdict(),
     )  # fmt: skip
@@ -380,12 +399,11 @@ def exact_factors(problem: AnyProblem) -> Factors:
     return Factors(exact, root, softcap, exponent * (query / exact))
 
 
-def _splits(heads: int, n_key_tiles: int, num_threads: int) -> tuple[int, int]:
-    """Split-KV: key tiles of a task, a power of two, and tasks of a head."""
-    tiles = 1
-    while tiles < n_key_tiles and (
-        num_threads == 1 or heads * -(-n_key_tiles // tiles) > constants.SPLIT_TASKS * num_threads
-    ):
+def _splits(blocks: int, n_key_tiles: int, piece_tiles: int, num_threads: int) -> tuple[int, int]:
+    """Key tiles of a task, a power of two of pieces, and the tasks of each of so many query blocks."""
+    most = constants.SPLIT_TASKS * num_threads if num_threads > 1 else 0
+    tiles = piece_tiles
+    while tiles < n_key_tiles and blocks * -(-n_key_tiles // tiles) > most:
         tiles *= 2
     return tiles, max(1, -(-n_key_tiles // tiles))
 

@@ -55,6 +55,7 @@ _X86, _ARM64 = ("x86_64", "amd64"), ("aarch64", "arm64")
 #: features: what a CPU must have, see FEATURE in ``kernels/dispatch.c``; an AArch64 always has NEON.
 #: blocking: the registers, and the register tiles that fill them. The measurements are in
 #: ``kernels/blocking.h``, the meanings in `Target` of the Numba backend.
+#: few_rows: in the place of FEW_ROWS for the compiled kernels, by bytes of an element.
 #: other: numbers of the compiled kernels that differ from those further down.
 VECTORS: dict[str, dict[str, Any]] = {
     "avx512": {
@@ -74,6 +75,7 @@ VECTORS: dict[str, dict[str, Any]] = {
             "vector_bytes": 32, "tile_rows": 6, "tile_vectors": 2, "wide_rows": 6, "score_rows": 4,
             "score_vectors": 3, "score_chain": 16, "block_vectors": 6, "row_sums": 8,
         },
+        "few_rows": {4: 5, 8: 2},
     },
     "neon": {
         "flags": dict.fromkeys(_ARM64, ""),
@@ -150,6 +152,13 @@ GAP_BLOCKS = 3
 STORED_BLOCKS = 2
 COPY_NBYTES = 1 << 20
 
+# Otherwise values of at least this many columns are packed for a partial sum at a time, where a query block
+# has more vectors of lanes than this, several register tiles wide: calls with 512 columns then take 6 to 20 %
+# less, with 128 and 256 columns 0 to 10 %, with 64 the same. Blocks of AVX-512 have no more vectors. 2 cores
+# of a Zen 3 EPYC, 2026-11-28, one thread, interleaved A/B.
+CHUNK_VECTORS = 3
+CHUNK_COLUMNS = 128
+
 # Up to this many query rows of a key/value head, or fewer than a vector has lanes, split-KV is used; more
 # rows fill vectors of lanes well enough for the sweep. Times of split-KV over those of the sweep, 1024 keys
 # in the cache, head_dim 64, two threads:
@@ -158,13 +167,24 @@ COPY_NBYTES = 1 << 20
 #   AVX-512 float64                  0.88
 #   AVX2 float32      0.52    0.73   1.11
 #   AVX2 float64              1.03   1.27
-# From memory, or with fewer heads than threads, split-KV gains more, as threads share the keys of a head.
+# From memory split-KV gained more, and with fewer heads than threads, which shared the keys of a head there
+# alone. The sweep has pieces by now. On AVX2 its time over that of split-KV is 1.1 to 1.4 with 4 rows, 0.9 to
+# 1.1 with 5, 0.8 to 1.0 with 6 and 0.7 to 0.9 with 8 (float64: 1.0 to 1.3 with 2, 0.85 to 1.0 with 3, 0.7 to
+# 0.85 with 8), which `few_rows` of AVX2 says: one head and eight, head_dim 64 and 128, 512 to 32768 keys, one
+# and two threads, 2 cores of a Zen 3 EPYC, 2026-11-28, interleaved A/B. AVX-512 was not measured again.
 # With exactly as many rows as lanes, 16, it takes 1 to 1.3 times as long in the cache, but 0.85 to 0.93 at
 # 4096 keys and head_dim 128 from memory, and half where one head has 65536 keys. So as many rows as lanes use
 # split-KV if they are of several heads of a group, as in decoding. The number of keys does not decide: a
 # cache gives the same bits whatever the lengths of its other items are. 2 cores of Emerald Rapids,
 # 2026-11-21, interleaved A/B.
 FEW_ROWS = 8
+
+# The sweep with few query blocks: keys are cut into pieces, which tasks may share, for up to this many query
+# rows of a key/value head. A piece has this many key tiles. Two threads then take 0.4 to 0.55 of the time
+# with 16 and 32 query heads on one of 4096 to 65536 keys, and 0.6 with 128 heads, three blocks of which one
+# thread had two. 2 cores of a Zen 3 EPYC, 2026-11-28, float32. Other numbers were not measured.
+PIECE_ROWS = 512
+PIECE_TILES = 4
 
 # The fused sweep, on a tile unit: its limits.
 FUSED_LANES = 32  #: query rows of a block

@@ -63,7 +63,7 @@ static const struct {
     {"accumulate_rows", test_accumulate_rows},
     {"accumulate_rows_nonfinite", test_accumulate_rows_nonfinite},
     {"masked_keys_around", test_masked_keys_around},
-    {"merge_rows", test_merge_rows},
+    {"merge", test_merge},
     {"rounding_rows", test_rounding_rows},
     {"load_row", test_load_row},
     {"load_row_real", test_load_row_real},

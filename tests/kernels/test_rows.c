@@ -383,34 +383,39 @@ static void test_masked_keys_around(void) {
     }
 }
 
-/* ------------------------------------------------------------------ merge_rows */
+/* ------------------------------------------------------------------ merge_rows, and merge of lanes */
 
 /* Some keys of a row: the largest score, the sum and its accumulators; none where `none`. */
-static void random_part(void *acc, void *row_max, void *row_sum, int r, ptrdiff_t ld, int n_cols, double spread, int none) {
+static void random_part(void *acc, void *row_max, void *row_sum, int r, ptrdiff_t row, ptrdiff_t col, int n_cols,
+                        double spread, int none) {
     put(row_max, r, none ? -INFINITY : uniform(-spread, spread));
     put(row_sum, r, none ? 0 : uniform(1, 300));
-    for (int c = 0; c < n_cols; c++) put(acc, r * ld + c, none ? 0 : uniform(-9, 9));
+    for (int c = 0; c < n_cols; c++) put(acc, r * row + c * col, none ? 0 : uniform(-9, 9));
 }
 
-static void check_merge_rows(int n_rows, int n_cols, double factor, double spread) {
-    const ptrdiff_t ld = row_length(n_cols);
+/* as_lanes: n_rows is a multiple of the kernels' lanes. */
+static void check_merge(int as_lanes, int n_rows, int n_cols, double factor, double spread) {
+    const ptrdiff_t ld = as_lanes ? n_rows : row_length(n_cols), row = as_lanes ? 1 : ld, col = as_lanes ? ld : 1;
     void *acc[3], *row_max[3], *row_sum[3]; /* one part, the other, and the first before it is merged */
-    int none[MAX_ROWS][2];
-    for (int i = 0; i < 3; i++) acc[i] = tile(n_rows, ld), row_max[i] = tile(1, n_rows), row_sum[i] = tile(1, n_rows);
+    int none[64][2];
+    for (int i = 0; i < 3; i++) acc[i] = tile(as_lanes ? n_cols : n_rows, ld), row_max[i] = tile(1, n_rows), row_sum[i] = tile(1, n_rows);
     for (int r = 0; r < n_rows; r++)
         for (int i = 0; i < 2; i++)
-            random_part(acc[i], row_max[i], row_sum[i], r, ld, n_cols, spread, none[r][i] = below(4) == 0);
+            random_part(acc[i], row_max[i], row_sum[i], r, row, col, n_cols, spread, none[r][i] = below(4) == 0);
     const int nan_row = below(3 * n_rows);
     if (nan_row < n_rows) put(row_max[below(2)], nan_row, NAN);
-    memcpy(acc[2], acc[0], (size_t)(n_rows * ld * size));
+    memcpy(acc[2], acc[0], (size_t)((as_lanes ? n_cols : n_rows) * ld * size));
     memcpy(row_max[2], row_max[0], (size_t)(n_rows * size));
     memcpy(row_sum[2], row_sum[0], (size_t)(n_rows * size));
-    kernels->merge_rows(acc[0], row_max[0], row_sum[0], acc[1], row_max[1], row_sum[1], n_rows, ld, factor);
+    if (as_lanes)
+        kernels->merge(acc[0], row_max[0], row_sum[0], acc[1], row_max[1], row_sum[1], ld, n_cols, factor);
+    else
+        kernels->merge_rows(acc[0], row_max[0], row_sum[0], acc[1], row_max[1], row_sum[1], n_rows, ld, factor);
     for (int r = 0; r < n_rows; r++) {
         const double a = get(row_max[2], r), b = get(row_max[1], r), top = get(row_max[0], r);
         if (r == nan_row) {
             CHECK(isnan(get(row_sum[0], r)), "row_max " NUMBER " and " NUMBER ": the sum is not NaN", a, b);
-            for (int c = 0; c < n_cols; c++) CHECK(isnan(get(acc[0], r * ld + c)), "a row of NaN: column %d is not", c);
+            for (int c = 0; c < n_cols; c++) CHECK(isnan(get(acc[0], r * row + c * col)), "a row of NaN: column %d is not", c);
             continue;
         }
         CHECK(top == fmax(a, b), "row_max " NUMBER " of " NUMBER " and " NUMBER, top, a, b);
@@ -419,8 +424,8 @@ static void check_merge_rows(int n_rows, int n_cols, double factor, double sprea
             CHECK(same(top, get(row_max[i], r)) && same(get(row_sum[0], r), get(row_sum[i], r)),
                   "with an empty part: row_sum " NUMBER ", not " NUMBER, get(row_sum[0], r), get(row_sum[i], r));
             for (int c = 0; c < n_cols; c++)
-                CHECK(same(get(acc[0], r * ld + c), get(acc[i], r * ld + c)), "with an empty part: " NUMBER ", not " NUMBER,
-                      get(acc[0], r * ld + c), get(acc[i], r * ld + c));
+                CHECK(same(get(acc[0], r * row + c * col), get(acc[i], r * row + c * col)), "with an empty part: " NUMBER ", not " NUMBER,
+                      get(acc[0], r * row + c * col), get(acc[i], r * row + c * col));
             continue;
         }
         /* Each factor is known as in softmax; one product each and their sum are rounded. */
@@ -430,21 +435,24 @@ static void check_merge_rows(int n_rows, int n_cols, double factor, double sprea
         CHECK(fabsl(get(row_sum[0], r) - sum) <= error * sum + tiny, "row_sum " NUMBER ", not " NUMBER, get(row_sum[0], r),
               (double)sum);
         for (int c = 0; c < n_cols; c++) {
-            const long double first = get(acc[2], r * ld + c) * exp2l(y), second = get(acc[1], r * ld + c) * exp2l(z);
-            CHECK(fabsl(get(acc[0], r * ld + c) - (first + second)) <= error * (fabsl(first) + fabsl(second)) + tiny,
+            const long double first = get(acc[2], r * row + c * col) * exp2l(y), second = get(acc[1], r * row + c * col) * exp2l(z);
+            CHECK(fabsl(get(acc[0], r * row + c * col) - (first + second)) <= error * (fabsl(first) + fabsl(second)) + tiny,
                   "%d rows, %d columns: row %d, column %d is " NUMBER ", not " NUMBER, n_rows, n_cols, r, c,
-                  get(acc[0], r * ld + c), (double)(first + second));
+                  get(acc[0], r * row + c * col), (double)(first + second));
         }
     }
     release();
 }
 
-static void test_merge_rows(void) {
+static void test_merge(void) {
     const double spreads[] = {3, 60, 1e4, 1e30, largest() / 2};
     int nth = 0;
     for (int n_rows = 1; n_rows <= MAX_ROWS; n_rows++)
         for (int n_cols = 1; n_cols <= 70; n_cols += 1 + below(3), nth++)
-            check_merge_rows(n_rows, n_cols, nth % 2 ? LOG2E : 1, spreads[nth % COUNT(spreads)]);
+            check_merge(0, n_rows, n_cols, nth % 2 ? LOG2E : 1, spreads[nth % COUNT(spreads)]);
+    for (int vectors = 1; vectors <= kernels->max_vectors; vectors++)
+        for (int n_cols = 1; n_cols <= 70; n_cols += 1 + below(3), nth++)
+            check_merge(1, vectors * kernels->lanes, n_cols, nth % 2 ? LOG2E : 1, spreads[nth % COUNT(spreads)]);
 }
 
 /* ------------------------------------------------------------------ sums of real numbers */

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MAX_PARTIALS = 64  #: size of the stack of split-KV: deeper than the tree over any number of keys
+MAX_PARTIALS = 64  #: size of a stack of partial results: deeper than the tree over any number of keys
 GROUP_KEYS = 32  #: rows and columns of a group of the fused sweep, see ``kernels/fused.h``
 IN_PIPELINE = 3  #: units of the fused sweep that are worked on at once
 
@@ -68,10 +68,12 @@ COUNTS = (
     "tile_q", "tile_k",  # of the mask map
     "lanes", "uses_split_kv", "block_k", "n_vectors", "n_blocks", "max_lanes", "n_tasks",
     "query_ld", "acc_ld",  # row tiles: elements from one row to the next
-    "copies_keys", "packs_values", "converts_keys", "converts_values",
+    "copies_keys", "packs_values", "packs_chunks", "converts_keys", "converts_values",
     "panel",  # bytes of a panel of packed values
     "key_prefetch", "value_prefetch",  # split-KV: prefetch distance in keys, or 0
-    "split_tiles", "n_splits", "n_key_tiles", "n_partials", "partial_nbytes",
+    "piece_tiles", "split_tiles", "n_splits",  # see `Schedule`
+    "n_pieces",  # of the keys of a head, each of which has a partial result
+    "n_partials", "partial_nbytes",  # of a thread, and the bytes of each
     # Fused sweep: groups of keys in a key tile, bytes of its groups of keys and values, and bytes of a query
     # block's accumulators.
     "uses_pairs", "uses_fused",
@@ -79,7 +81,7 @@ COUNTS = (
     "n_parts",  # bfloat16 numbers that a key or value is the sum of: 3, or 1 where it is one
     "query_parts",  # likewise; 1 only where n_parts is
     "tile_groups", "tile_nbytes", "acc_nbytes",
-    "partials", "left",  # addresses: each task's partial result, and the count of unfinished tasks per head
+    "partials", "left",  # addresses: each task's partial result, and the unfinished tasks of each query block
     "scratch_nbytes",
 )  # fmt: skip
 REALS = (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastattn._call.problem import Sizes
 from fastattn._call.schedule import WORD, Schedule, Target
 from fastattn._call.storage import BFLOAT16, Rows, storage_code
+from fastattn._machine.constants import KEY_CHUNK
 from fastattn.backends.cpu.fields import (
     EPILOGUES,
     FIELDS,
@@ -142,18 +143,20 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
     fields["n_parts"] = 1 if stored == {BFLOAT16} else 3
     fields["query_parts"] = 1 if schedule.keeps_query else 3
     if schedule.uses_split_kv:
-        n_key_tiles = -(-fields["len_k"] // schedule.block_k)
-        fields["n_key_tiles"] = n_key_tiles
         fields["query_ld"] = -(-fields["head_dim"] // lanes) * lanes
         fields["acc_ld"] = acc_ld = -(-fields["value_dim"] // lanes) * lanes
         fields["key_prefetch"], fields["value_prefetch"] = schedule.prefetch_rows
-        fields["n_partials"] = 2 + max(0, n_key_tiles - 1).bit_length()  # the stack's depth, and the sinks
-        rows = fields["len_q"] * fields["group_size"]
-        fields["partial_nbytes"] = 2 * lines(schedule.max_lanes * itemsize) + lines(rows * acc_ld * itemsize)
+        acc = fields["len_q"] * fields["group_size"] * acc_ld
     elif schedule.uses_fused:
         _set_fused(fields, schedule)
     else:
         fields["panel"] = lines(fields["len_k"] * target.panel_columns * itemsize)
+        acc = -(-fields["value_dim"] // target.panel_columns) * target.panel_columns * schedule.max_lanes
+    if schedule.piece_tiles:
+        n_key_tiles = -(-fields["len_k"] // schedule.block_k)
+        fields["n_pieces"] = n_pieces = -(-n_key_tiles // schedule.piece_tiles)
+        fields["n_partials"] = 2 + max(0, n_pieces - 1).bit_length()  # the stack's depth, and the sinks
+        fields["partial_nbytes"] = 2 * lines(schedule.max_lanes * itemsize) + lines(acc * itemsize)
     for epilogue in EPILOGUES.values():
         if fields[epilogue.field] != epilogue.without:
             fields["adjusts_all"] |= epilogue.adjusts_all
@@ -202,20 +205,23 @@ def _lay_out(
     head_dim, value_dim = fields["head_dim"], fields["value_dim"]
     line, pointers, tile = ld * itemsize, 8 * ld, block_k * itemsize
     panels = -(-value_dim // target.panel_columns)
+    acc = fields["n_partials"] * fields["partial_nbytes"]
     key_copy = value_copy = 0
     if schedule.uses_split_kv:
-        query, acc = fields["query_ld"] * line, fields["n_partials"] * fields["partial_nbytes"]
+        query = fields["query_ld"] * line
         # Row tiles need contiguous elements.
         if schedule.converts_keys:
             key_copy = tile * head_dim
         if schedule.converts_values or fields["value_storage"] or fields["value_page_size"]:
             value_copy = tile * value_dim
     else:
-        query, acc = head_dim * line, panels * target.panel_columns * line
+        query = head_dim * line
         copied_keys = fields["len_k"] if schedule.copies_keys else block_k * schedule.converts_keys
         key_copy = copied_keys * head_dim * (problem.key.itemsize if schedule.uses_pairs else itemsize)
         if schedule.packs_values:
             value_copy = panels * fields["panel"]
+        elif schedule.packs_chunks:
+            value_copy = panels * target.panel_columns * KEY_CHUNK * itemsize
         elif schedule.converts_values or fields["value_page_size"]:
             value_copy = tile * value_dim
     # Rows of query, out or weights on their way from or to 16 bits, and a tile of values to be packed.

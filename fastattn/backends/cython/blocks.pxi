@@ -116,13 +116,16 @@ cdef void find_block(const Job *job, Scratch *w, Block *block, Py_ssize_t item, 
 
 
 cdef inline TaskRows task_rows(const Job *job, Py_ssize_t task) noexcept nogil:
+    """The blocks of a head beside each other, for one split of its keys after another."""
     cdef TaskRows rows
-    cdef Py_ssize_t block = task % job.n_blocks, kv_item = task // job.n_blocks
+    cdef Py_ssize_t block = task % job.n_blocks, kv_item = task // job.n_blocks // job.n_splits
     cdef Py_ssize_t each = job.n_vectors // job.n_blocks, more = job.n_vectors % job.n_blocks
     rows.kv = kv_item % job.num_kv_heads
     rows.item = kv_item // job.num_kv_heads
     # The last block first: under a causal mask it takes longest, and short tasks at the end balance the threads.
     block = job.n_blocks - 1 - block
+    rows.split = task // job.n_blocks % job.n_splits
+    rows.block = kv_item * job.n_blocks + block
     rows.first_row = (block * each + min(block, more)) * job.lanes
     rows.n_vectors = <int>(each + (block < more))
     rows.n_rows = min(rows.n_vectors * job.lanes, job.len_q * job.group_size - rows.first_row)

@@ -10,8 +10,8 @@ rows as columns, then goes over the key tiles that any of its rows may attend, e
 
 and writes the rows out. FlashAttention-2's Algorithm 1 (Dao, 2023) with query rows as lanes: no reduction
 crosses lanes, so the bits of a row's result depend on its own keys and on the grid of key tiles alone, not on
-its query block, the thread, or the other rows of the batch. Where a key/value head has few query rows (split-KV),
-lanes run along keys and columns instead, and threads share the keys of one head.
+its query block, the thread, or the other rows of the batch. Where a key/value head has few query blocks, threads share
+its keys; where it has few query rows (split-KV), lanes run along keys and columns instead.
 
 This file is the interface to Python: it selects the instruction set, and fills in and runs the record of a call
 (Job). The files that it includes hold the rest. binding=False makes plain built-in functions: with the stable
@@ -34,7 +34,7 @@ from cpython.pycapsule cimport PyCapsule_New
 
 import numpy as np
 
-from fastattn._machine.constants import ISAS
+from fastattn._machine.constants import ISAS, VECTORS
 
 include "generated/headers.pxi"  # what the headers in C declare, see declarations.py
 include "record.pxi"     # the records: a call, a query block, a partial result, a thread's scratch memory
@@ -43,7 +43,8 @@ include "blocks.pxi"     # addresses and key intervals of a query block
 include "epilogue.pxi"   # what is done to the scores of a tile: scale, soft-cap, score_mod, bias, mask, dropout
 include "mask_tile.pxi"  # one key tile: masks and scores
 include "sweep.pxi"      # many query rows: one query block over the key tiles
-include "splitkv.pxi"    # few query rows: the keys of one head split over threads, partial results merged in a tree
+include "splitkv.pxi"    # few query rows: one key tile
+include "partials.pxi"   # a query block, from its queries to its outputs: partial results merged in a tree
 include "fused.pxi"      # many query rows on a tile unit: three units of work at once
 include "work.pxi"       # all tasks, on all threads
 include "gradient_tile.pxi"  # gradients: what one query block adds to those of a key tile
@@ -105,7 +106,8 @@ def target(Py_ssize_t itemsize):
     """The fields of `fastattn._call.schedule.Target` for the kernels in use and elements of this size."""
     cdef const fastattn_kernels *kernels = chosen[itemsize == 8]
     return {"lanes": kernels.lanes, "max_vectors": kernels.max_vectors, "panel_columns": kernels.panel_cols,
-            "has_fused": kernels.fused != NULL, "has_pairs": kernels.pairs != NULL}
+            "has_fused": kernels.fused != NULL, "has_pairs": kernels.pairs != NULL, "has_pieces": True,
+            "few_rows": VECTORS[kernels.vectors.decode()].get("few_rows", {}).get(itemsize, 0)}
 
 
 def tile_operations(int num_threads, long steps):

@@ -386,7 +386,7 @@ cdef void finish_again(Job *job, Scratch *w, Task *task) noexcept nogil:
             block.n_prefetch = block.prefetch_nbytes = 0
             rescale = NULL if unit.work.is_first else w.rescale
             if clean == NULL:
-                accumulate_tile(job, w, block, rescale, unit.key0, n_keys)
+                accumulate_tile(job, w, block, w.acc, rescale, unit.key0, n_keys)
             else:
                 values = tile_values(job, w, block, unit.key0, n_keys)
                 kernels_of(job).accumulate_nonfinite(

@@ -29,9 +29,9 @@ cdef struct View:
 
 
 cdef struct Partial:
-    # Split-KV: the softmax and the values of some key tiles, see splitkv.pxi.
+    # The softmax and the values of some pieces of the keys, see partials.pxi.
     char *data        # row_max, row_sum and acc, each aligned to a cache line
-    int64_t key_tile  # one of those key tiles; -1 where no row may attend any of their keys
+    int64_t piece     # one of those pieces; -1 where no row may attend any of their keys
     int64_t has_masked  # whether any of their keys is masked for only some rows
 
 
@@ -94,8 +94,9 @@ cdef struct Block:
 
 
 cdef struct TaskRows:
-    # Which rows a task works on.
-    Py_ssize_t item, kv, first_row, n_rows
+    # Which rows a task works on, and which of their splits over the keys it is.
+    Py_ssize_t item, kv, first_row, n_rows, split
+    Py_ssize_t block         # counts the query blocks of all heads
     int n_vectors
 
 
@@ -105,6 +106,23 @@ cdef inline const fastattn_kernels *kernels_of(const Job *job) noexcept nogil:
 
 cdef inline Partial *partials_of(const Job *job) noexcept nogil:
     return <Partial *><size_t>job.partials
+
+
+cdef inline char *max_of(const Job *job, const Partial *partial) noexcept nogil:
+    return partial.data
+
+
+cdef inline char *sum_of(const Job *job, const Partial *partial) noexcept nogil:
+    return partial.data + padded(job.max_lanes * job.itemsize)
+
+
+cdef inline char *acc_of(const Job *job, const Partial *partial) noexcept nogil:
+    return partial.data + 2 * padded(job.max_lanes * job.itemsize)
+
+
+cdef inline Py_ssize_t lanes_of(const Job *job, const Block *block) noexcept nogil:
+    """How many lanes what there is of each row has, in whole vectors."""
+    return job.max_lanes if job.uses_split_kv else block.ld
 
 
 cdef inline char *at_item(const Job *job, const View *view, Py_ssize_t item) noexcept nogil:

@@ -1,5 +1,5 @@
-# The sweep, for many query rows: a task is one query block of one key/value head, computed over the key tiles with the
-# online softmax, from its queries to its outputs.
+# The sweep, for many query rows, which are lanes: one query block of one key/value head over the key tiles of a piece of
+# its keys, with the online softmax.
 
 cdef void prefetch_rows(const Job *job, Scratch *w, Block *block, const View *view, char *item, Py_ssize_t itemsize,
                      Py_ssize_t key0, Py_ssize_t n_keys, Py_ssize_t step) noexcept nogil:
@@ -55,22 +55,36 @@ cdef inline fastattn_values tile_values(const Job *job, Scratch *w, const Block 
     return values
 
 
-cdef inline void accumulate_tile(const Job *job, Scratch *w, const Block *block, char *rescale, Py_ssize_t key0,
-                                 Py_ssize_t n_keys) noexcept nogil:
+cdef inline Py_ssize_t find_values(const Job *job, Scratch *w, const Block *block, Py_ssize_t key, Py_ssize_t n_keys,
+                                   fastattn_values *values) noexcept nogil:
+    """Sets where the next values are, of whole partial sums: in place, or packed; how many of the n_keys there are."""
+    cdef Py_ssize_t n = run_of(&block.value, key, n_keys)
+    values.at = row_at(&block.value, key)
+    if job.packs_chunks:
+        n = min(n, KEY_CHUNK - key % KEY_CHUNK)
+        values.row = kernels_of(job).panel_cols * job.itemsize
+        values.col = job.itemsize
+        values.panel = KEY_CHUNK * values.row
+        kernels_of(job).pack_values(w.value_copy, values.panel, values.at, block.value.row, block.value.col, n, job.value_dim)
+        values.at = w.value_copy
+    return n
+
+
+cdef inline void accumulate_tile(const Job *job, Scratch *w, const Block *block, char *acc, char *rescale,
+                                 Py_ssize_t key0, Py_ssize_t n_keys) noexcept nogil:
     """Adds weights times values of one key tile to the accumulators, which rescale multiplies; NULL: sets them.
 
     Values in pages that are read in place are added page by page, each of whole partial sums.
     """
     cdef fastattn_values values = block.values
     cdef Py_ssize_t lane, at = 0, n = n_keys, n_prefetch = block.n_prefetch
-    if not block.value.page_size or job.packs_values or job.converts_values:
+    if not (job.packs_chunks or block.value.page_size) or job.packs_values or job.converts_values:
         values = tile_values(job, w, block, key0, n_keys)
     else:
-        values.at = row_at(&block.value, key0)
-        n = run_of(&block.value, key0, n_keys)
+        n = find_values(job, w, block, key0, n_keys, &values)
     find_part_stops(w, block, 0, n)
     while True:
-        kernels_of(job).accumulate(w.acc, w.scores + at * block.ld * job.itemsize, rescale, block.ld, block.n_vectors,
+        kernels_of(job).accumulate(acc, w.scores + at * block.ld * job.itemsize, rescale, block.ld, block.n_vectors,
                                    &values, w.part_stops, KEY_CHUNK - (key0 + at) % KEY_CHUNK, job.value_dim, w.prefetch,
                                    n_prefetch, block.prefetch_nbytes)
         if at == 0 and n < n_keys:
@@ -80,8 +94,7 @@ cdef inline void accumulate_tile(const Job *job, Scratch *w, const Block *block,
         at += n
         if at == n_keys:
             return
-        values.at = row_at(&block.value, key0 + at)
-        n = run_of(&block.value, key0 + at, n_keys - at)
+        n = find_values(job, w, block, key0 + at, n_keys - at, &values)
         find_part_stops(w, block, at, n)
         n_prefetch = 0
 
@@ -104,41 +117,45 @@ cdef void leave_headroom(const Job *job, Scratch *w, Py_ssize_t n_rows, Py_ssize
             set_real(at, get_real(at, job.itemsize) * factor, job.itemsize)
 
 
-cdef bint attend(Job *job, Scratch *w, Block *block, char *clean, bint has_headroom) noexcept nogil:
-    """The online softmax and value accumulation over every key tile of the block.
+cdef TileState attend_tiles(Job *job, Scratch *w, Block *block, Py_ssize_t low, Py_ssize_t high, Partial *partial,
+                            char *clean, bint has_headroom) noexcept nogil:
+    """The online softmax and value accumulation over the key tiles of a piece of the keys, low .. high - 1; whether its
+    keys are masked for no lane, for some or for all, and then there is no partial result.
 
-    clean: scratch for one tile of values where nonfinite ones must not reach lanes that may not read them, else
-    NULL. has_headroom: row_max and w.inverse are those of all keys, and the sums are those of `write_large`. Returns
-    whether any key is masked for only some lanes.
+    clean, has_headroom: see `attend_pieces`.
     """
     cdef const fastattn_kernels *kernels = kernels_of(job)
-    cdef Py_ssize_t key0, n_keys, n_next, first_chunk, tile = block.low // job.block_k * job.block_k
-    cdef bint first = True, partial = False
-    cdef TileState state
+    cdef char *row_max = max_of(job, partial)
+    cdef char *row_sum = sum_of(job, partial)
+    cdef char *acc = acc_of(job, partial)
+    cdef Py_ssize_t key0, n_keys, n_next, first_chunk, tile = low // job.block_k * job.block_k
+    cdef TileState state, all_states = TILE_EMPTY
     cdef char *rescale
     cdef fastattn_values values
-    while tile < block.high:
-        key0 = max(tile, block.low)
+    memcpy(row_max, w.row_max if has_headroom else w.empty, block.ld * job.itemsize)
+    memset(row_sum, 0, block.ld * job.itemsize)
+    while tile < high:
+        key0 = max(tile, low)
         tile += job.block_k
-        n_keys = min(tile, block.high) - key0
+        n_keys = min(tile, high) - key0
         state = score_tile(job, w, block, key0, n_keys, clean != NULL)
         if state == TILE_EMPTY:
             continue
-        partial = partial or masks_some(job, state)
         first_chunk = KEY_CHUNK - key0 % KEY_CHUNK
-        kernels.softmax(w.scores, w.tile_max, w.row_max, w.row_sum, w.rescale, block.ld, w.stops, first_chunk,
+        kernels.softmax(w.scores, w.tile_max, row_max, row_sum, w.rescale, block.ld, w.stops, first_chunk,
                         job.exponent_factor)
         drop_weights(job, w, block, key0)
         if has_headroom:
             leave_headroom(job, w, block.n_rows, n_keys, job.itemsize, block.ld * job.itemsize)
-        rescale = NULL if first else w.rescale
-        first = False
+        rescale = NULL if all_states == TILE_EMPTY else w.rescale
+        if all_states != TILE_PARTIAL:
+            all_states = TILE_PARTIAL if masks_some(job, state) else TILE_FULL
         if clean != NULL:
             values = tile_values(job, w, block, key0, n_keys)
-            kernels.accumulate_nonfinite(w.acc, w.scores, rescale, block.ld, &values, w.stops, first_chunk,
+            kernels.accumulate_nonfinite(acc, w.scores, rescale, block.ld, &values, w.stops, first_chunk,
                                         job.value_dim, bias_of(job, w), words_of(w, state), clean)
         else:
-            n_next = min(tile + job.block_k, block.high) - tile
+            n_next = min(tile + job.block_k, high) - tile
             if n_next > 0:
                 if job.converts_keys:
                     prefetch_keys(job, w, block, tile, n_next)
@@ -146,11 +163,9 @@ cdef bint attend(Job *job, Scratch *w, Block *block, char *clean, bint has_headr
                               PREFETCH_PER_COLUMN * job.value_dim)
                 prefetch_rows(job, w, block, &job.dense, block.dense, job.dense_nbytes, tile, n_next,
                               PREFETCH_PER_COLUMN * job.value_dim)
-            accumulate_tile(job, w, block, rescale, key0, n_keys)
+            accumulate_tile(job, w, block, acc, rescale, key0, n_keys)
             block.n_prefetch = block.prefetch_nbytes = 0
-    if first:
-        memset(w.acc, 0, job.value_dim * block.ld * job.itemsize)
-    return partial
+    return all_states
 
 
 cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, TileState state, char *const *rows,
@@ -333,43 +348,3 @@ cdef void pack_pairs(const Job *job, Scratch *w, Block *block) noexcept nogil:
             fastattn_copy_rows(rows[lane], w.rows[lane], 0, job.query.col, PAIR_NBYTES // 2, 1, job.head_dim)
     block.other_lanes = kernels_of(job).pairs.pack(w.query_pairs, block.ld, <const char *const *>rows,
                                                    job.head_dim // 2, <float>job.query_factor)
-
-
-cdef void run_task(Job *job, Scratch *w, Py_ssize_t task) noexcept nogil:
-    """One query block of one key/value head of one batch item, from its queries to its outputs."""
-    cdef const fastattn_kernels *kernels = kernels_of(job)
-    cdef Block block
-    cdef TaskRows rows = task_rows(job, task)
-    cdef bint partial, nonfinite
-    block.n_vectors = rows.n_vectors
-    block.ld = rows.n_vectors * kernels.lanes
-    block.n_rows = rows.n_rows
-    find_block(job, w, &block, rows.item, rows.kv, rows.first_row)
-    find_head(job, w, &block)
-    if job.uses_pairs:
-        pack_pairs(job, w, &block)
-    else:
-        pack_block(job, w, &block)
-    find_rows_of(job, w, &block, &job.out, w.out_rows)
-    find_prefetches(job, w, &block, task + 1)
-    start_rows(job, w, w.row_max, w.row_sum, block.ld)
-    partial = attend(job, w, &block, NULL, False)
-    end_rows(job, w, w.row_max, w.row_sum, block.ld)
-    kernels.finish(w.inverse, w.lse if job.has_lse else NULL, w.row_max, w.row_sum, block.ld,
-                   job.exponent_factor, job.kept_share)
-
-    nonfinite = write_out(job, w, &block, w.acc, block.ld)
-    if nonfinite and partial:
-        # Where some keys are masked for some lanes: it may be 0 times the NaN or inf of a masked value.
-        start_rows(job, w, w.row_max, w.row_sum, block.ld)
-        attend(job, w, &block, w.clean, False)
-        end_rows(job, w, w.row_max, w.row_sum, block.ld)
-        nonfinite = write_out(job, w, &block, w.acc, block.ld)
-    if nonfinite:
-        # Sums of finite values may have overflowed.
-        attend(job, w, &block, w.clean if partial else NULL, True)
-        write_large(job, w, &block, block.ld, w.acc, job.itemsize, block.ld * job.itemsize)
-
-    write_lse(job, w, &block)
-    if job.has_weights:
-        write_weights(job, w, &block)

@@ -79,8 +79,6 @@ cdef void run_tasks(void *call, Share *shares, int own, int n_shares) noexcept n
             for task in range(first, stop):
                 if job.uses_fused:
                     run_fused_task(job, w, task)
-                elif job.uses_split_kv:
-                    run_split_task(job, w, task)
                 else:
                     run_task(job, w, task)
         if job.uses_fused:

@@ -135,6 +135,11 @@ typedef struct {
     /* s = 0 where bit j % 32 of words[j / 32][lane] is 0: dropout. */
     void (*drop)(void *s, ptrdiff_t ld, const ptrdiff_t *stops, const uint32_t *words);
 
+    /* Merges the partial result (acc_2, row_max_2, row_sum_2) over other keys into (acc, row_max, row_sum), acc[e][lane];
+     * a lane that has no keys in it is not changed. ld is at most that of a query block. */
+    void (*merge)(void *acc, void *row_max, void *row_sum, const void *acc_2, const void *row_max_2,
+                  const void *row_sum_2, ptrdiff_t ld, ptrdiff_t value_dim, double exponent_factor);
+
     /* inverse[lane] = 1 / (kept_share * row_sum) rounded towards 0, 0 for an empty row, and inverse[ld + lane] the remainder,
      * 0 for an empty row only; lse[lane] = natural log of the sum (or NULL). */
     void (*finish)(void *inverse, void *lse, const void *row_max, const void *row_sum, ptrdiff_t ld,
@@ -200,8 +205,7 @@ typedef struct {
                                      const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim,
                                      const char *const *bias_rows, const uint32_t *words, void *clean);
 
-    /* Merges the partial result (acc_2, row_max_2, row_sum_2) over other keys into (acc, row_max, row_sum); a row that
-     * has no keys in it is not changed. */
+    /* As `merge`, acc[r][e]. */
     void (*merge_rows)(void *acc, void *row_max, void *row_sum, const void *acc_2, const void *row_max_2,
                        const void *row_sum_2, ptrdiff_t n_rows, ptrdiff_t ld, double exponent_factor);
 

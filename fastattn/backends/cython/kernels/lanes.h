@@ -410,6 +410,32 @@ static void drop(void *s_tile, ptrdiff_t ld, const ptrdiff_t *stops, const uint3
     }
 }
 
+/* What the sums of two partial results are multiplied by when they are merged; returns the merged row_max. */
+INLINE VEC merge_factors(VEC factors[2], VEC row_max, VEC row_max_2, double exponent_factor) {
+    const VEC top = max(row_max, row_max_2);
+    const VEC base = select_lanes((IVEC)(top == splat(-(REAL)INFINITY)), (VEC){}, top);
+    factors[0] = row_max - base;
+    factors[1] = row_max_2 - base;
+    exp2_vectors(2, 1, (REAL)exponent_factor, factors);
+    return top;
+}
+
+static void merge(void *acc_v, void *row_max_v, void *row_sum_v, const void *acc_2_v, const void *row_max_2_v,
+                  const void *row_sum_2_v, ptrdiff_t ld, ptrdiff_t value_dim, double exponent_factor) {
+    REAL *acc = acc_v, *const row_max = row_max_v, *const row_sum = row_sum_v;
+    const REAL *acc_2 = acc_2_v, *const row_max_2 = row_max_2_v, *const row_sum_2 = row_sum_2_v;
+    VEC x[BLOCK_VECTORS][2];
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
+        VEC *const factors = x[lane / LANES];
+        const VEC top = merge_factors(factors, load(row_max + lane), load(row_max_2 + lane), exponent_factor);
+        store(row_max + lane, top);
+        store(row_sum + lane, load(row_sum + lane) * factors[0] + load(row_sum_2 + lane) * factors[1]);
+    }
+    for (ptrdiff_t e = 0; e < value_dim; e++, acc += ld, acc_2 += ld)
+        for (ptrdiff_t lane = 0; lane < ld; lane += LANES)
+            store(acc + lane, load(acc + lane) * x[lane / LANES][0] + load(acc_2 + lane) * x[lane / LANES][1]);
+}
+
 static void finish(void *inverse, void *lse, const void *row_max, const void *row_sum, ptrdiff_t ld,
                    double exponent_factor, double kept_share) {
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {

@@ -370,15 +370,9 @@ static void merge_rows(void *acc_v, void *row_max_v, void *row_sum_v, const void
                        double exponent_factor) {
     REAL *acc = acc_v, *const row_max = row_max_v, *const row_sum = row_sum_v;
     const REAL *acc_2 = acc_2_v, *const row_max_2 = row_max_2_v, *const row_sum_2 = row_sum_2_v;
-    const VEC empty = splat(-(REAL)INFINITY);
     for (ptrdiff_t r = 0; r < n_rows; r++, acc += ld, acc_2 += ld) {
-        VEC x[2] = {splat(row_max[r]), splat(row_max_2[r])};
-        const VEC top = max(x[0], x[1]);
-        const VEC base = select_lanes((IVEC)(top == empty), (VEC){}, top);
-        x[0] -= base;
-        x[1] -= base;
-        exp2_vectors(2, 1, (REAL)exponent_factor, x);
-        row_max[r] = top[0];
+        VEC x[2];
+        row_max[r] = merge_factors(x, splat(row_max[r]), splat(row_max_2[r]), exponent_factor)[0];
         row_sum[r] = row_sum[r] * x[0][0] + row_sum_2[r] * x[1][0];
         for (ptrdiff_t c = 0; c < ld; c += LANES)
             store(acc + c, load(acc + c) * x[0] + load(acc_2 + c) * x[1]);

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fastattn import masks
+from fastattn import biases, masks
 from tests.cases import MEMORY_LAYOUTS, neighborhood
 from tests.fuzz.records import Record
 from tests.naive import allowed_keys, kept_weights
@@ -176,6 +176,8 @@ class Case:
             return x * 8 * float(ml_dtypes.finfo(dtype_of(dtype)).smallest_subnormal)
         if style == "steps":
             return np.rint(2 * x) / 2
+        if style == "whole":
+            return np.rint(2 * x)
         if style == "low":
             return x - 300
         if style == "low_rows":  # some of them, by up to a thousand
@@ -284,22 +286,33 @@ class Case:
         return self.given("sinks", x.astype(chosen.get("dtype", "float32")))
 
     @once
-    def bias(self) -> Array | None:
+    def bias(self) -> Any:
         chosen = self.record.get("bias")
         if chosen is None:
             return None
+        if "object" in chosen:
+            return bias_object(chosen["object"], self.bias_numbers)
+        return self.given("bias", self._of_item(self.bias_numbers))
+
+    @once
+    def bias_numbers(self) -> Array:
+        """The array of the bias, or that of its object."""
+        chosen = self.record["bias"]
         shape = self._score_shape(chosen["axes"])
+        if "object" in chosen:
+            shape = bias_shape(chosen["object"], self.H)
         x = numbers(_NORMAL, self.data, "bias", shape)
         style, chance = chosen.get("style", "normal"), numbers(_UNIFORM, self.data, "bias", shape)
         dtype = dtype_of(chosen.get("dtype", "float32"))
         if style == "large":
             x = 50 * x
+        elif style == "whole":
+            x = np.rint(3 * x)
         elif style != "normal":
             lowest = float(ml_dtypes.finfo(dtype).min)
             number = {"masks": -np.inf, "lowest": lowest, "nan": np.nan, "inf": np.inf}[style]
             x = np.where(chance < (0.3 if style == "masks" else 0.03), number, x)
-        array = self._of_item(x.astype(dtype))
-        return self.given("bias", array)
+        return x.astype(dtype)
 
     def _score_shape(self, axes: list[bool]) -> tuple[int, ...]:
         full = (*self.whole_lead, self.H, self.L, self.S)
@@ -427,8 +440,13 @@ class Case:
 
     @once
     def bias_read(self) -> Array | None:
-        """The bias in the type of the computation."""
-        return None if self.bias is None else np.asarray(self.bias).astype(self.dtypes[0])
+        """The bias in the type of the computation, as an array by its definition."""
+        if self.bias is None:
+            return None
+        chosen, array = self.record["bias"], self.bias
+        if "object" in chosen:
+            array = stored_bias(chosen["object"], self.bias_numbers, self.L, self.S)
+        return np.asarray(array).astype(self.dtypes[0])
 
     @once
     def mask_read(self) -> Array | None:
@@ -492,6 +510,29 @@ def _tokens(node: Record, S: int) -> Array:
 
 def _neighborhood(node: Record, L: int, S: int) -> tuple[masks.Mask, Array]:
     return neighborhood(L, S, *(tuple(node[name]) for name in ("inner", "kernel", "dilation", "causal")))
+
+
+def bias_shape(chosen: Record, H: int) -> tuple[int, ...]:
+    """Of the array that a bias object is made of."""
+    return (max(1, H) if chosen.get("per_head") else 1, chosen["entries"])
+
+
+def bias_object(chosen: Record, array: Array) -> biases.Bias:
+    if chosen["kind"] == "relative":
+        return biases.Relative(array, chosen["offset"])
+    raise ValueError(f"no bias object for the kind {chosen['kind']!r}")
+
+
+def bias_entries(chosen: Record, L: int, S: int) -> Array:
+    """Which entry of a row of its array each query and key have, ``(L, S)``, in Python's integers."""
+    last, offset = chosen["entries"] - 1, chosen["offset"]
+    rows = [[min(max(i + S - L - j + offset, 0), last) for j in range(S)] for i in range(L)]
+    return np.array(rows, np.int64).reshape(L, S)
+
+
+def stored_bias(chosen: Record, array: Array, L: int, S: int) -> Array:
+    """The bias that an object stands for, ``(H or 1, L, S)``."""
+    return array[:, bias_entries(chosen, L, S)]
 
 
 def _whole(node: Record, L: int, S: int) -> tuple[int, int]:

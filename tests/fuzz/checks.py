@@ -739,6 +739,20 @@ def check_recurrent(record: Record, engine: Engine) -> None:
     recurrent.check(record, engine)
 
 
+def check_reductions(record: Record, engine: Engine) -> None:
+    """`reduce_scores`, `key_weights` and `max_similarity`."""
+    from tests.fuzz import reductions
+
+    reductions.check(record, engine)
+
+
+def check_biases(record: Record, engine: Engine) -> None:
+    """Bias objects."""
+    from tests.fuzz import biases
+
+    biases.check(record, engine)
+
+
 def check_beside(record: Record, engine: Engine) -> None:
     """`flex_attention`, `linear_attention`, `rope`, or sums of Gaussian kernels."""
     from tests.fuzz import beside
@@ -767,4 +781,6 @@ _KINDS: dict[str, Callable[[Record, Engine], None]] = {
     "kernels": check_beside,
     "layers": check_layers,
     "recurrent": check_recurrent,
+    "reductions": check_reductions,
+    "biases": check_biases,
 }

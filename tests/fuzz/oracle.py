@@ -43,53 +43,50 @@ def wide_type(dtype: np.dtype) -> Any:
     return np.float64 if dtype.itemsize <= 4 else np.longdouble
 
 
-def attention(
+class Scores(NamedTuple):
+    """``(*lead, H, L, S)``, -inf where a key is masked."""
+
+    exact: Array
+    size: Array  #: what is rounded on the way to each, as `tests.tolerances` counts it; 0 where nothing is
+    unclear: Array | None  #: bool ``(*lead, H, L)``: rows that overflow, or may; None where all is clear
+
+
+def scores(
     query: Array,
     key: Array,
-    value: Array,
     allowed: Array,
     *,
     dtype: np.dtype,
     bias: Array | None,
     scale: float | None,
     softcap: float | None,
-    sinks: Array | None,
-    keep: Array | None = None,
-    share_kept: float = 1.0,
-) -> Answer:
-    """Arrays ``(*lead, H, L, D)``, ``(*lead, K, S, D)``, ``(*lead, K, S, E)`` that hold numbers of `dtype`.
-
-    `allowed` is ``(*lead, H, L, S)`` with -inf in the bias already out of it; `bias` is broadcast to it, and
-    with `sinks` in `dtype`, as the contract has them read.
-    """
+) -> Scores:
+    """Of the arrays of `attention`."""
     wide, limits = wide_type(dtype), np.finfo(dtype)
     eps, tiny, largest = float(limits.eps), float(limits.tiny), float(limits.max) / ROOM
     *lead, H, L, D = query.shape
-    K, S, E = value.shape[-3:]
+    K, S = key.shape[-3:-1]
     group = H // max(K, 1)
-    q = query.astype(wide).reshape(*lead, K, group * L, D)
-    k, v = key.astype(wide), value.astype(wide)
+    q, k = query.astype(wide).reshape(*lead, K, group * L, D), key.astype(wide)
     factor = wide(1) / np.sqrt(wide(D)) if scale is None else wide(scale)
     strength = max(1.0, abs(float(factor)))
-    v_finite = np.isfinite(v)
     q0, k0 = (x if np.isfinite(x).all() else np.where(np.isfinite(x), x, 0) for x in (q, k))
     k_infinite = np.isinf(k).astype(np.float32) if k0 is not k else None
-    v0 = v if v_finite.all() else np.where(v_finite, v, 0)
-    biggest_q, biggest_k, biggest_v = (float(np.abs(x).max(initial=0)) for x in (q0, k0, v0))
+    biggest_q, biggest_k = (float(np.abs(x).max(initial=0)) for x in (q0, k0))
     # The scale is applied to the query, or to the score: each number on the way must fit.
     bound = strength * max(biggest_q, 1.0) * max(biggest_k, 1.0) * D
     # What says how far an element may be away need not be wide, if it is in the range of float64.
-    rough = np.float64 if max(bound, biggest_v) < SQUARES_FIT else wide
+    rough = np.float64 if bound < SQUARES_FIT else wide
 
     raw = (q @ k.swapaxes(-1, -2)).reshape(*lead, H, L, S) * factor
     q0, k0 = q0.astype(rough, copy=False), k0.astype(rough, copy=False)
     products = np.sqrt((q0 * q0) @ (k0 * k0).swapaxes(-1, -2)).reshape(*lead, H, L, S) * abs(rough(factor))
-    scores = raw if softcap is None else softcap * np.tanh(raw / softcap)
-    size = np.abs(scores).astype(rough, copy=False) + products
+    found = raw if softcap is None else softcap * np.tanh(raw / softcap)
+    size = np.abs(found).astype(rough, copy=False) + products
     bound_bias = 0.0
     if bias is not None:
         added = np.where(allowed, bias, 0).astype(wide)
-        scores = scores + added
+        found = found + added
         bound_bias = float(np.abs(added[np.isfinite(added)]).max(initial=0))
         size = size + np.abs(added).astype(rough if bound_bias < SQUARES_FIT else wide)
     unclear: Array | None = None
@@ -111,16 +108,48 @@ def attention(
         lost = tiny * (np.abs(k0).sum(axis=-1) + D * strength) / eps
         size = size + np.repeat(lost, group, axis=-2)[..., None, :]
     size = np.where(allowed & np.isfinite(size), size, 0)
-    scores = np.where(allowed, scores, -np.inf)
+    return Scores(np.where(allowed, found, -np.inf), size, unclear)
 
-    top = scores.max(axis=-1, initial=-np.inf)
+
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    allowed: Array,
+    *,
+    dtype: np.dtype,
+    bias: Array | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Array | None,
+    keep: Array | None = None,
+    share_kept: float = 1.0,
+) -> Answer:
+    """Arrays ``(*lead, H, L, D)``, ``(*lead, K, S, D)``, ``(*lead, K, S, E)`` that hold numbers of `dtype`.
+
+    `allowed` is ``(*lead, H, L, S)`` with -inf in the bias already out of it; `bias` is broadcast to it, and
+    with `sinks` in `dtype`, as the contract has them read.
+    """
+    wide, limits = wide_type(dtype), np.finfo(dtype)
+    eps, tiny = float(limits.eps), float(limits.tiny)
+    *lead, H, L, _ = query.shape
+    K, S, E = value.shape[-3:]
+    group = H // max(K, 1)
+    found, size, unclear = scores(query, key, allowed, dtype=dtype, bias=bias, scale=scale, softcap=softcap)
+    v = value.astype(wide)
+    v_finite = np.isfinite(v)
+    v0 = v if v_finite.all() else np.where(v_finite, v, 0)
+    # As of scores.
+    rough = size.dtype.type if float(np.abs(v0).max(initial=0)) < SQUARES_FIT else wide
+
+    top = found.max(axis=-1, initial=-np.inf)
     sink = None
     if sinks is not None:
         sink = sinks.astype(wide)[:, None]
         top = np.maximum(top, sink)  # NaN wins
     read = allowed.any(axis=-1)
     base = np.where(read & (top != -np.inf), top, 0)
-    raised = np.exp(scores - base[..., None])
+    raised = np.exp(found - base[..., None])
     of_sink: Any = 0 if sink is None else np.exp(sink - base)
     total = raised.sum(axis=-1) + of_sink
     share = raised / np.where(total == 0, 1, total)[..., None]
@@ -130,7 +159,7 @@ def attention(
     lse = base + np.log1p(terms[..., :S].sum(axis=-1) + (terms[..., S] - 1))
     lse = np.where(read, lse, -np.inf if sink is None else sink)
     share = np.where(allowed, share, 0)
-    all_lost = read & (scores == -np.inf).all(axis=-1)  # allowed keys of score -inf: 0 / 0
+    all_lost = read & (found == -np.inf).all(axis=-1)  # allowed keys of score -inf: 0 / 0
     if all_lost.any():
         unclear = all_lost if unclear is None else unclear | all_lost
     nan_rows = read & np.isnan(total)

@@ -46,7 +46,11 @@ VARIANTS = (
     "poison",
     "written",
 )
-#: The same of a call of `gated_linear_attention`, and what else must hold of it.
+#: The same of a call of `reduce_scores` or `key_weights`.
+REDUCTION_VARIANTS = ("again", "threads", "contiguous", "item", "layout", "poison", "stored")
+#: Of a call of `max_similarity`.
+SIMILARITY_VARIANTS = ("again", "threads", "contiguous", "pair", "packed", "unread", "quantized")
+#: Of a call of `gated_linear_attention`, and what else must hold of it.
 RECURRENT_VARIANTS = ("again", "threads", "contiguous", "item", "layout", "parts", "hidden", "cut", "poison")
 #: Multiplications of a case at most, and how many times that some cases have: the mean decides how many cases
 #: a second has.
@@ -56,7 +60,8 @@ MOST_WORK = (60_000, 8, 200)
 #: What is drawn, and how often.
 KINDS = {
     "attention": 72, "backward": 3, "varlen": 3, "merge": 3, "stored": 4, "cache": 2, "sdpa": 1, "error": 7,
-    "flex": 1, "linear": 2, "rope": 1.5, "kernels": 0.5, "layers": 1, "recurrent": 2,
+    "flex": 1, "linear": 2, "rope": 1.5, "kernels": 0.5, "layers": 1, "recurrent": 2, "reductions": 3,
+    "biases": 2,
 }  # fmt: skip
 
 
@@ -65,7 +70,7 @@ def draw(seed: int, engines: Sequence[str], kinds: Sequence[str] = tuple(KINDS))
     r = Random(seed)
     engine = _engine(r, engines)
     kind = r.choices(kinds, [KINDS[name] for name in kinds])[0]
-    if engine == "numba" and kind in ("backward", "stored", "cache", "recurrent"):
+    if engine == "numba" and kind in ("backward", "stored", "cache", "recurrent", "reductions"):
         kind = "attention"  # it says that it cannot, and tests/test_numba_usable.py that it says so
     record: Record = {"seed": seed, "kind": kind, "engine": engine, "data": r.randrange(1 << 30)}
     if r.random() < 0.3:
@@ -221,12 +226,18 @@ def _options(r: Random, record: Record) -> None:
             "dtype": r.choices(FLOATS, (4, 4, 1, 0 if record["engine"] == "numba" else 1))[0],
             "style": r.choices(("normal", "masks", "lowest", "large", "nan", "inf"), (6, 6, 1, 1, 1, 1))[0],
         }
+    # Other functions have it as an array.
+    if record["kind"] == "biases" or (
+        "bias" in record and record["kind"] in ("attention", "stored", "reductions") and r.random() < 0.2
+    ):
+        record.setdefault("bias", {"axes": [], "dtype": r.choice(("float32", "float64"))})
+        record["bias"]["object"] = _bias_object(r, record)
     if r.random() < (0.9 if _goes_far(record) else 0.4):
         record["mask"] = _mask(r, record, depth=r.choices((0, 1, 2), (6, 3, 1))[0])
     if r.random() < 0.3 and not record.get("flat"):
         record["layout"] = "bshd"
     if (
-        record["kind"] in ("attention", "backward", "varlen", "error")
+        record["kind"] in ("attention", "backward", "varlen", "error", "biases")
         and record["engine"] != "numba"
         and r.random() < 0.08
     ):
@@ -238,6 +249,16 @@ def _axes(r: Random, record: Record) -> list[bool]:
     """For the last axes of ``(*lead, H, L, S)``, whether an array has them or is broadcast along them."""
     full = 2 if record.get("flat") else len(record["lead"]) + 3
     return [r.random() < 0.6 for _ in range(r.choice((full, full, 2, r.randint(0, full))))]
+
+
+def _bias_object(r: Random, record: Record) -> Record:
+    """A kind of `fastattn.biases`, and what it is made of but numbers: another is one more kind."""
+    longest = record["len_q"] + record["len_k"]
+    entries = r.choice((1, 2, 3, 9, 32, max(1, longest - 1), longest + 5))
+    offset = r.choice(
+        (0, entries // 2, entries - 1, record["len_q"], -3, r.randint(-longest, longest), 10**30)
+    )
+    return {"kind": "relative", "entries": entries, "offset": offset, "per_head": r.random() < 0.6}
 
 
 def _mask(r: Random, record: Record, depth: int) -> Record:
@@ -478,6 +499,61 @@ def _recurrent(r: Random, record: Record) -> None:
     record["variants"] = sorted({r.choice(RECURRENT_VARIANTS) for _ in range(2)})
 
 
+def _reductions(r: Random, record: Record) -> None:
+    _without(record, "dropout", "dropout_seed")
+    record["styles"] = {name: style for name, style in record.get("styles", {}).items() if name != "value"}
+    record.get("nonfinite", {}).pop("value", None)
+    record["value_dim"] = 1
+    record["dtypes"][2] = record["dtypes"][0]
+    of = r.choices(("max", "topk", "logsumexp", "key_weights", "similarity"), (3, 6, 1, 4, 5))[0]
+    record["reduction"] = {"of": of}
+    if "leads" in record:  # one of the arrays has all axes
+        record["leads"] = {"key": record["leads"].get("key", record["lead"])}
+    if of == "topk":
+        record["reduction"]["k"] = r.choice((1, 2, 3, 5, 8, 17, 64, 2000))
+    if of in ("max", "topk"):
+        _without(record, "sinks")
+        if r.random() < 0.4:  # whole numbers: scores are exact, and many are equal
+            _without(record, "softcap", "spread", "nonfinite")
+            record["styles"] = {"query": "whole", "key": "whole"}
+            record["scale"] = r.choice((1.0, 0.25, -2.0))
+            if "bias" in record:
+                record["bias"]["style"] = "whole"
+    variants = REDUCTION_VARIANTS
+    if of == "similarity":
+        _similarity(r, record)
+        variants = SIMILARITY_VARIANTS
+    record["variants"] = sorted({r.choice(variants) for _ in range(2)})
+
+
+def _similarity(r: Random, record: Record) -> None:
+    """Queries are the heads of a query, and documents those of a key."""
+    _without(record, "causal", "window", "key_lengths", "scale", "softcap", "sinks", "bias", "mask", "layout",
+             "hidden", "leads", "flat")  # fmt: skip
+    record["lead"] = []
+    record["heads"], record["kv_heads"] = (r.choice((0, 1, 1, 2, 3, 5, 8)) for _ in range(2))
+    chosen = record["reduction"]
+    for name in ("query_lengths", "document_lengths"):
+        if r.random() < 0.4:
+            chosen[name] = True
+    if r.random() < 0.2:
+        record["dtypes"][:2] = r.choice((["int8", "int8"], ["float32", "int8"], ["int8", "float64"]))
+    if r.random() < 0.2:  # on both sides of the most columns whose products are exact
+        record["head_dim"] = r.choice((128, 300, 1024, 1025))
+        record["len_q"], record["len_k"] = (min(record[name], 9) for name in ("len_q", "len_k"))
+    while prod(record[name] for name in ("heads", "kv_heads", "len_q", "len_k", "head_dim")) > 1_000_000:
+        name = max(("heads", "kv_heads", "len_q", "len_k"), key=record.__getitem__)
+        record[name] //= 2
+    record["dtypes"][2] = record["dtypes"][0]
+
+
+def _biases(r: Random, record: Record) -> None:
+    if r.random() < 0.6:
+        record["bias"]["style"] = r.choice(("normal", "masks"))
+    _results(r, record)
+    record["variants"] = sorted({r.choice(VARIANTS) for _ in range(r.choice((0, 1)))})
+
+
 def _updates(record: Record) -> int:
     return prod(max(n, 1) for n in record["lead"]) * max(1, record["kv_heads"]) * prod(
         max(1, record[name]) for name in ("len_q", "head_dim", "value_dim")
@@ -560,4 +636,4 @@ def _layer_cache(r: Random, record: Record) -> None:
 
 
 _BESIDE = {"flex": _flex, "linear": _linear, "rope": _rope, "kernels": _kernels, "layers": _layers,
-           "recurrent": _recurrent}  # fmt: skip
+           "recurrent": _recurrent, "reductions": _reductions, "biases": _biases}  # fmt: skip

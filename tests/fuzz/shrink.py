@@ -13,7 +13,7 @@ _NEEDED = {
     "kind", "engine", "heads", "kv_heads", "len_q", "len_k", "head_dim", "value_dim", "steps", "stored",
     "lead", "spoil", "of", "axes", "by", "beyond", "bounds", "align", "index", "ids", "share",
     "flex", "function", "linear", "rope", "kernels", "map", "pairs", "layer", "dims", "chunks", "positions",
-    "recurrent", "rule", "reach",
+    "recurrent", "rule", "reach", "reduction", "k", "entries", "offset",
 }  # fmt: skip
 _SIZES = ("len_q", "len_k", "head_dim", "value_dim")
 
@@ -91,6 +91,7 @@ def _simpler(record: Record) -> Iterator[Record]:
         "kernels",
         "layer",
         "recurrent",
+        "reduction",
     ):
         for key in record.get(name, {}):
             if key not in _NEEDED and key != "place":

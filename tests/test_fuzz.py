@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fastattn
+from fastattn.biases import Relative
 from tests import naive
 from tests.fuzz import checks
 from tests.fuzz.build import Case
@@ -163,6 +164,77 @@ def test_gates_that_are_wrong_by_a_hundred_thousandth_are_found(gate, monkeypatc
     manners = [found[0] for record in records if (found := manner_of(record | {"variants": []})) is not None]
     assert manners
     assert set(manners) <= {"wrong recurrent out", "wrong recurrent state"}
+
+
+@pytest.mark.parametrize("kind", ["reductions", "biases"])
+@pytest.mark.parametrize(
+    "seed", [*range(0, 80, 20), *(pytest.param(n, marks=pytest.mark.slow) for n in range(80, 400, 20))]
+)
+def test_a_few_reductions_and_bias_objects(seed, kind):
+    for number in range(seed, seed + 20):
+        record = draw(number, [*COMPILED, "reference"], (kind,))
+        assert manner_of(record) is None, record
+
+
+def _manners(kind, seeds=200):
+    """In which ways cases fail that have no variants."""
+    records = [draw(seed, ["reference"], (kind,)) for seed in range(seeds)]
+    return {found[0] for record in records if (found := manner_of(record | {"variants": []})) is not None}
+
+
+def _turned(values, index):
+    """The first two keys of each query in the other order, where their scores are equal."""
+    if values.shape[-1] > 1:
+        alike = values[..., 0] == values[..., 1]
+        first, second = np.where(alike, (index[..., 1], index[..., 0]), (index[..., 0], index[..., 1]))
+        index = index.copy()
+        index[..., 0], index[..., 1] = first, second
+    return values, index
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "manners"),
+    [
+        ("the next key", lambda x, i: (x, np.where(i > 0, i - 1, i)), {"largest of another key"}),
+        ("equal ones turned", _turned, {"largest in another order of equal ones"}),
+        ("one less", lambda x, i: (x[..., 1:], i[..., 1:]), {"largest without a larger one"}),
+    ],
+)
+def test_scores_that_are_not_the_largest_are_found(name, wrong, manners, monkeypatch):
+    real = fastattn.reduce_scores
+
+    def reduce_scores(*arrays, reduction, k=None, **options):
+        if k is None:
+            return real(*arrays, reduction=reduction, **options)
+        more = k + (name == "one less")
+        return wrong(*real(*arrays, reduction=reduction, k=more, **options))
+
+    monkeypatch.setattr(fastattn, "reduce_scores", reduce_scores)
+    found = _manners("reductions")
+    assert found & manners
+    assert all(manner.startswith("largest") for manner in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "manner"), [("key_weights", "wrong key weights"), ("max_similarity", "wrong similarity")]
+)
+def test_sums_that_are_wrong_by_a_thousandth_are_found(name, manner, monkeypatch):
+    real = getattr(fastattn, name)
+    monkeypatch.setattr(
+        fastattn, name, lambda *arrays, **options: real(*arrays, **options) * np.float32(1.001)
+    )
+    found = _manners("reductions")
+    assert manner in found
+    assert found <= {manner, f"{manner[6:]} beyond 1", f"dtype {manner[6:]}"}
+
+
+@pytest.mark.parametrize(
+    ("method", "manner"), [("_lower", "wrong out"), ("_gradient", "wrong gradient of the object")]
+)
+def test_a_bias_object_that_is_wrong_by_one_entry_is_found(method, manner, monkeypatch):
+    real = getattr(Relative, method)
+    monkeypatch.setattr(Relative, method, lambda self, *given: np.roll(real(self, *given), 1, axis=-1))
+    assert manner in _manners("biases", 60)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ runs it on one engine (a backend, and an instruction set) and compares:
 * `varlen_attention`, `merge_attention`, `Paged`, `Quantized`, `attention_backward`, and histories of
   `KVCache` (`histories`); `linear_attention`, `rope`, and sums of Gaussian kernels (`beside`);
   `MultiHeadAttention`, alone and with a cache (`layers`); `gated_linear_attention` (`recurrent`);
+  `reduce_scores`, `key_weights` and `max_similarity` (`reductions`); bias objects, with gradients (`biases`);
 * `flex_attention` of functions drawn at random (`trees`) with a Python loop over the allowed pairs
   (`functions`).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import itertools
@@ -20,6 +21,7 @@ from fastattn.bench.case import (
     PADDING_KEPT,
     RULES,
     SHORTEST,
+    TOPK,
     Case,
     Inputs,
     Stored,
@@ -54,6 +56,8 @@ SMALL = replace(
     value_dim=8,
 )
 DECODE = replace(SMALL, kv_heads=2, len_q=1, len_k=16)
+
+MAXSIM = replace(SMALL, batch=5, heads=3, kv_heads=1, len_k=11, value_dim=1, reduction="max_similarity")
 
 #: One small case for each option that the real ones use, and for options that meet.
 KINDS = {
@@ -124,11 +128,22 @@ KINDS = {
         "rule-grouped": replace(SMALL, rule="kimi", kv_heads=2),
         "rule-float64": replace(SMALL, rule="gated_delta", dtype="float64"),
         "rule-float16": replace(SMALL, rule="gated_delta", dtype="float16", layout="bshd"),
+        "value-in-key": replace(
+            SMALL, kv_heads=1, len_q=2, len_k=9, causal=True, value_dim=6, value_in_key=True
+        ),
+        "relative": replace(SMALL, bias="relative", len_k=9, causal=True),
+        "neighborhood": replace(SMALL, batch=1, heads=1, kv_heads=1, len_q=81, len_k=81, mask="neighborhood"),
+        **{f"maxsim-{dtype}": replace(MAXSIM, dtype=dtype) for dtype in ("float32", "float16", "float64")},
+        "maxsim-int8": replace(MAXSIM, storage="int8"),
+        "topk": replace(SMALL, reduction="topk", kv_heads=2, len_k=40, value_dim=1),
+        "topk-bfloat16": replace(SMALL, reduction="topk", dtype="bfloat16", len_k=40, value_dim=1),
+        "key-weights": replace(SMALL, reduction="key_weights", len_k=16, causal=True, value_dim=1),
     }.items()
 }
 BACKWARD = tuple(kind for kind, case in KINDS.items() if case.backward)
 RECURRENT = tuple(kind for kind, case in KINDS.items() if case.rule is not None)
-FORWARD = tuple(kind for kind in KINDS if kind not in (*BACKWARD, *RECURRENT))
+REDUCTIONS = tuple(kind for kind, case in KINDS.items() if case.reduction is not None)
+FORWARD = tuple(kind for kind in KINDS if kind not in (*BACKWARD, *RECURRENT, *REDUCTIONS))
 
 
 def in_interval(case: Case, b: int, i: int, j: int) -> bool:
@@ -160,14 +175,14 @@ def loop_attention(case: Case) -> np.ndarray:
         for j in range(case.len_k):
             if not in_interval(case, b, i, j) or in_padding(case, j):
                 continue
-            if case.mask == "random" and not inputs.mask[i, j]:
+            if case.mask in ("random", "neighborhood") and not inputs.mask[i, j]:
                 continue
             score = sum(float(x) * float(y) for x, y in zip(query[b, h, i], key[b, kv, j], strict=True))
             score /= math.sqrt(case.head_dim)
             if case.softcap is not None:
                 score = case.softcap * math.tanh(score / case.softcap)
             if case.bias is not None:
-                score += float(inputs.bias[h, i, j] if case.bias == "per_head" else inputs.bias[i, j])
+                score += float(inputs.bias[h, i, j] if case.bias != "shared" else inputs.bias[i, j])
             total += math.exp(score)
             out[b, h, i] += math.exp(score) * value[b, kv, j].astype(float)
         out[b, h, i] /= total
@@ -404,6 +419,66 @@ def test_flops_follow_the_formula() -> None:
     assert replace(square, causal=True).flops == square.flops / 2 * (10 + 1) / 10
 
 
+def reduction_nbytes(case: Case, inputs: Inputs) -> int:
+    """Queries, keys, and results of 4 bytes each, but 8 of an index."""
+    key = inputs.key
+    arrays = [key] if not isinstance(key, Stored) else [it for it in (key.data, key.scale) if it is not None]
+    read = sum(it.nbytes for it in arrays)
+    if case.reduction == "max_similarity":
+        return read + inputs.query[0].nbytes + 4 * case.heads * case.batch
+    rows = case.batch * case.heads
+    results = (4 + 8) * rows * case.len_q * TOPK if case.reduction == "topk" else 4 * rows * case.len_k
+    return read + inputs.query.nbytes + results
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_the_reductions_of_the_oracle_are_those_of_a_loop(kind: str) -> None:
+    case = KINDS[kind]
+    inputs = make_inputs(case)
+    query, key, _ = (it.astype(float) for it in inputs.bhsd(case))
+    answer = oracle.expected_reduction(case, inputs)
+    group = case.heads // case.kv_heads
+    for b, h in np.ndindex(case.batch, case.heads):
+        if case.reduction == "max_similarity":
+            wanted = sum(max(float(q @ k) for k in key[b, 0]) for q in query[0, h])
+            assert answer[b, h] == pytest.approx(wanted)
+            continue
+        summed = np.zeros(case.len_k)
+        for i in range(case.len_q):
+            keys = [j for j in range(case.len_k) if in_interval(case, b, i, j)]
+            scores = {
+                j: float(query[b, h, i] @ key[b, h // group, j]) / math.sqrt(case.head_dim) for j in keys
+            }
+            if case.reduction == "topk":
+                wanted = sorted(scores.values(), reverse=True)[:TOPK]
+                np.testing.assert_allclose(answer[:, b, h, i], [wanted, wanted])
+            summed[keys] += [math.exp(x) / sum(map(math.exp, scores.values())) for x in scores.values()]
+        if case.reduction == "key_weights":
+            np.testing.assert_allclose(answer[b, h], summed)
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_a_wrong_score_or_key_is_not_tolerated(kind: str) -> None:
+    case, inputs = KINDS[kind], make_inputs(KINDS[kind])
+    answer = oracle.expected_reduction(case, inputs)
+    allowed = oracle.relative_tolerance(case, inputs, answer)
+    assert oracle.reduction_errors(case, answer.astype(np.float32), answer)[0] <= max(allowed, 1e-7)
+    for found in (answer * (1 + 2 * allowed), np.roll(answer, 1, axis=-1)):
+        assert oracle.reduction_errors(case, found, answer)[0] > allowed
+    with pytest.raises(ValueError, match="shape"):
+        oracle.reduction_errors(case, answer[:-1], answer)
+
+
+@pytest.mark.parametrize("kind", ["value-in-key", "mla-decode-16"])
+def test_values_are_in_the_key_also_of_copies(kind: str) -> None:
+    case = KINDS.get(kind) or CASES[kind]
+    inputs = make_inputs(case)
+    assert np.shares_memory(inputs.value, inputs.key)
+    copied = copy.deepcopy(inputs).with_views(case)
+    assert np.shares_memory(copied.value, copied.key)
+    assert np.array_equal(copied.value, inputs.value)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_pairs_and_bytes_are_what_counting_gives(kind: str) -> None:
     case = KINDS[kind]
@@ -414,17 +489,24 @@ def test_pairs_and_bytes_are_what_counting_gives(kind: str) -> None:
             for b in range(case.batch)
         ]
     )
+    if case.mask == "neighborhood":
+        allowed &= inputs.mask
     assert case.pairs == np.count_nonzero(allowed)
+    if case.reduction is not None:
+        assert case.nbytes == reduction_nbytes(case, inputs)
+        return
 
     query, key, value = inputs.bhsd(case)
     read = query.size * query.itemsize
     each = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}[case.storage or case.dtype]
     for b, j in np.ndindex(case.batch, case.len_k):
         if allowed[b, :, j].any() and not in_padding(case, j):
-            read += each * (key[b, :, j].size + value[b, :, j].size)
+            read += each * (key[b, :, j].size + (0 if case.value_in_key else value[b, :, j].size))
             if case.storage == "int8":  # a float32 for every 64 elements of a row, or for what is left of it
                 read += 4 * sum(math.ceil(it.shape[3] / 64) * it.shape[1] for it in (key, value))
-    read += sum(array.nbytes for array in (inputs.mask, inputs.bias) if array is not None)
+    mask = None if case.mask == "neighborhood" else inputs.mask
+    bias = inputs.bias if inputs.table is None else inputs.table
+    read += sum(array.nbytes for array in (mask, bias) if array is not None)
     written = case.batch * case.heads * case.len_q * case.value_dim * query.itemsize
     read += sum(it.nbytes for it in (inputs.decay, inputs.beta, inputs.state) if it is not None)
     written += 0 if inputs.state is None else inputs.state.nbytes
@@ -445,7 +527,7 @@ def test_allowed_is_what_the_options_say(kind: str) -> None:
     expected = np.empty(full, bool)
     for b, h, i, j in np.ndindex(full):
         expected[b, h, i, j] = in_interval(case, b, i, j) and not in_padding(case, j)
-    if case.mask == "random":
+    if case.mask in ("random", "neighborhood"):
         expected &= inputs.mask
     allowed = inputs.allowed(case)
     assert np.array_equal(np.broadcast_to(True if allowed is None else allowed, full), expected)
@@ -507,6 +589,11 @@ def test_cases_are_consistent() -> None:
         assert case.backward == (case.group == "backward")
         assert not case.backward or (case.is_plain and case.model_dim is None)
         assert (case.rule is not None) == (case.group == "recurrent")
+        assert (case.reduction is not None) == (case.group == "reductions")
+        assert case.reduction is None or case.value_dim == 1
+        assert not case.value_in_key or (
+            case.kv_heads == 1 and case.value_dim <= case.head_dim and case.is_plain
+        )
         assert case.rule is None or (case.is_plain and case.rank == 4 and case.len_q == case.len_k)
 
 
@@ -700,9 +787,11 @@ UNABLE = {
     "fastattn-numba": {
         **dict.fromkeys((*STORED, *BACKWARD), "cannot take this problem"),
         **dict.fromkeys(RECURRENT, "cannot run gated_linear_attention"),
+        **dict.fromkeys(REDUCTIONS, "cannot"),
     },
     # Both compute float64 in float32.
     "onnxruntime": {
+        **dict.fromkeys(REDUCTIONS, "no scores without values"),
         **dict.fromkeys(BACKWARD, "no gradients"),
         "float64": "wrong",
         "float64-causal": "wrong",
@@ -716,6 +805,7 @@ UNABLE = {
         **dict.fromkeys(("rule-float64", "rule-float16"), "Type"),
     },
     "openvino": {
+        **dict.fromkeys(REDUCTIONS, "no scores without values"),
         **dict.fromkeys(RECURRENT, "GatedDeltaNet is the delta rule with a decay of each token"),
         **dict.fromkeys(BACKWARD, "no gradients"),
         "float64": "wrong",
@@ -734,6 +824,7 @@ UNABLE = {
         **dict.fromkeys(("rule-grouped", "rule-float16"), "written for float32 and float64"),
     },
     "jax": {
+        **dict.fromkeys(REDUCTIONS, "no scores without values"),
         **dict.fromkeys(RECURRENT, "no gated linear attention"),
         **dict.fromkeys(("step", "step-float16", "step-bfloat16-some"), "no cache to append to"),
         **dict.fromkeys(("pages", "pages-bfloat16"), "no pages"),

@@ -7,7 +7,8 @@ Letters: ``B`` batch, ``H`` query heads, ``K`` key/value heads, ``L`` query leng
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -51,6 +52,29 @@ def itemsize(name: str) -> int:
     return 2 if name == "bfloat16" else np.dtype(name).itemsize
 
 
+def _relative(case: Case, table: np.ndarray) -> np.ndarray:
+    """An entry for each distance, from that of the first query to the last key on."""
+    return table[:, np.arange(case.len_q)[:, None] - np.arange(case.len_k) + case.len_k - 1]
+
+
+#: Bias objects: the shape of the array that each is made of, and the bias ``(H, L, S)`` that it stands for.
+BIAS_OBJECTS: dict[
+    str, tuple[Callable[[Case], tuple[int, ...]], Callable[[Case, np.ndarray], np.ndarray]]
+] = {
+    "relative": (lambda case: (case.heads, case.len_q + case.len_k - 1), _relative),
+}
+
+#: Tokens of an image's row and column that a query of the mask "neighborhood" attends, as NAT's.
+NEIGHBORHOOD = 7
+
+#: What scores are reduced to, without values. "max_similarity" is of the first item's queries, each head one
+#: of L tokens, with B documents of S tokens.
+REDUCTIONS = ("max_similarity", "topk", "key_weights")
+
+#: How many scores of each query "topk" keeps.
+TOPK = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One call with a name.
@@ -78,9 +102,13 @@ class Case:
         False  #: the gradients are timed, by all arrays but the mask; the outputs are there before
     )
     rule: str | None = None  #: gated linear attention by one of `RULES`, with a state before and after; L = S
+    reduction: str | None = None  #: one of `REDUCTIONS` in the place of outputs; E = 1, and no value is read
+    value_in_key: bool = False  #: the value is a view of the key's first E columns, as MLA's latent has it
     causal: bool = False  #: no key after position p: "bottom_right"
-    mask: str | None = None  #: an array for everybody: "random" (L, S) or "padding" (B, 1, 1, S)
-    bias: str | None = None  #: None, "shared" (L, S) or "per_head" (H, L, S)
+    #: "random" (L, S) or "padding" (B, 1, 1, S), an array for all; or "neighborhood", of a square image:
+    #: an array (L, S) for who cannot say it
+    mask: str | None = None
+    bias: str | None = None  #: "shared" (L, S), "per_head" (H, L, S), or one of `BIAS_OBJECTS`, likewise
     window: tuple[int, int] | None = None  #: keys from p - left to p + right
     document_length: int | None = None  #: texts of this length in a row, each attending to itself; L = S
     key_lengths: str | None = None  #: "ragged": items end early, see `lengths`
@@ -175,6 +203,8 @@ class Case:
         Gradients take five products, ``2 · H · pairs · (3 D + 2 E)``: the scores once more, the gradient of
         the weights, and those of query, key and value.
 
+        A reduction takes one, ``2 · H · pairs · D``, however often it computes the scores.
+
         By a `rule` each query reads the state, and each key adds to it, D · E; a query also meets half of C
         tokens, 48 or all L, C / 2 · (D + E). By the delta rule a key does what a query does, too.
         """
@@ -183,7 +213,7 @@ class Case:
             reading = state + min(CHUNK, self.len_q) / 2 * pairs
             adding = state + (reading if RULES[self.rule][1] else 0)
             return 2.0 * self.batch * self.len_q * (self.heads * reading + self.kv_heads * adding)
-        times = (3, 2) if self.backward else (1, 1)
+        times = (3, 2) if self.backward else (1, 0) if self.reduction else (1, 1)
         return 2.0 * self.heads * self.pairs * (times[0] * self.head_dim + times[1] * self.value_dim)
 
     @property
@@ -211,6 +241,8 @@ class Case:
         words += ["step"] if self.step else []
         words += ["backward"] if self.backward else []
         words += [f"rule {self.rule}"] if self.rule else []
+        words += [self.reduction] if self.reduction else []
+        words += ["value in key"] if self.value_in_key else []
         words += ["causal"] if self.causal else []
         words += [f"{self.mask} mask"] if self.mask else []
         words += [f"bias {self.bias}"] if self.bias else []
@@ -229,6 +261,8 @@ class Case:
 
 @cache
 def _pairs(case: Case) -> int:
+    if case.mask == "neighborhood":
+        return case.batch * case.len_q * NEIGHBORHOOD**2
     start, stop = case.intervals()
     return int(np.broadcast_to(stop - start, (case.batch, case.len_q)).sum())
 
@@ -251,9 +285,19 @@ def _nbytes(case: Case) -> int:
     rows = case.batch * case.heads * case.len_q
     dims = case.head_dim + case.value_dim
     pairs = case.len_q * case.len_k
-    mask = {None: 0, "random": pairs, "padding": case.batch * case.len_k}[case.mask]
-    bias = {None: 0, "shared": pairs, "per_head": case.heads * pairs}[case.bias]
-    row = sum(_row_nbytes(case.storage or case.dtype, dim) for dim in (case.head_dim, case.value_dim))
+    mask = {None: 0, "random": pairs, "padding": case.batch * case.len_k, "neighborhood": 0}[case.mask]
+    sizes = {name: int(np.prod(shape(case))) for name, (shape, _) in BIAS_OBJECTS.items()}
+    bias = sizes.get(
+        case.bias or "", {"shared": pairs, "per_head": case.heads * pairs}.get(case.bias or "", 0)
+    )
+    read_dims = (case.head_dim,) if case.value_in_key or case.reduction else (case.head_dim, case.value_dim)
+    row = sum(_row_nbytes(case.storage or case.dtype, dim) for dim in read_dims)
+    if case.reduction is not None:
+        similar = case.reduction == "max_similarity"
+        results = {"max_similarity": case.batch * case.heads, "topk": 3 * rows * TOPK}
+        written = 4 * results.get(case.reduction, case.batch * case.heads * case.len_k)
+        queries = rows // case.batch if similar else rows
+        return element * queries * case.head_dim + case.kv_heads * attended * row + written
     forward = element * (rows * dims + bias) + case.kv_heads * attended * row + mask
     if case.rule is not None:
         decays, has_rates = RULES[case.rule]
@@ -328,7 +372,7 @@ class Inputs:
     key: np.ndarray | Stored
     value: np.ndarray | Stored
     mask: np.ndarray | None  #: bool, True = may attend: the case's ``mask`` and nothing else
-    bias: np.ndarray | None
+    bias: np.ndarray | None  #: of a bias object the array that it stands for
     grad_out: np.ndarray | None = (
         None  #: of a backward case, like the output: the gradient with respect to it
     )
@@ -337,6 +381,13 @@ class Inputs:
     decay: np.ndarray | None = None
     beta: np.ndarray | None = None
     state: np.ndarray | None = None
+    table: np.ndarray | None = None  #: what a bias object is made of
+
+    def with_views(self, case: Case) -> Inputs:
+        """The same, with a value in the key where `case` has it there."""
+        if not case.value_in_key or isinstance(self.key, Stored):
+            return self
+        return replace(self, value=self.key[..., : case.value_dim])
 
     def bhsd(self, case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Query, key and value as ``(B, heads, length, dim)``, whatever the case's layout.
@@ -457,14 +508,21 @@ def make_inputs(case: Case) -> Inputs:
     elif case.mask == "padding":
         mask = np.zeros((case.batch, 1, 1, case.len_k), bool)
         mask[..., : int(case.len_k * PADDING_KEPT)] = True
+    elif case.mask == "neighborhood":
+        mask = _near(round(case.len_q**0.5))
 
-    bias = None
-    if case.bias is not None:
+    bias = table_of_bias = None
+    if case.bias in BIAS_OBJECTS:
+        shape_of, stored = BIAS_OBJECTS[case.bias]
+        table_of_bias = draw(shape_of(case), case.dtype)
+        bias = stored(case, table_of_bias)
+    elif case.bias is not None:
         heads = (case.heads,) if case.bias == "per_head" else ()
         bias = draw((*heads, case.len_q, case.len_k), case.dtype)
     grad_out = draw((*query.shape[:-1], case.value_dim), case.dtype) if case.backward else None
     if case.rule is None or isinstance(key, Stored):
-        return Inputs(query, key, value, mask, bias, grad_out)
+        made = Inputs(query, key, value, mask, bias, grad_out, table=table_of_bias)
+        return made.with_views(case)
     key[...] = key / np.linalg.norm(key.astype(drawn), axis=-1, keepdims=True)
     decays, has_rates = RULES[case.rule]
     decay = beta = None
@@ -475,6 +533,14 @@ def make_inputs(case: Case) -> Inputs:
         beta = rng.random(key.shape[:-1], dtype=drawn).astype(numpy_dtype(case.dtype))
     state = draw((case.batch, case.kv_heads, case.head_dim, case.value_dim), case.compute_dtype)
     return Inputs(query, key, value, mask, bias, grad_out, decay, beta, state)
+
+
+def _near(side: int) -> np.ndarray:
+    """Which tokens of an image are in the window of each, which lies around it inside of the image."""
+    at = np.arange(side)
+    first = np.clip(at - NEIGHBORHOOD // 2, 0, max(0, side - NEIGHBORHOOD))[:, None]
+    near = (at >= first) & (at < first + NEIGHBORHOOD)
+    return np.kron(near, near)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastattn.bench.case import Case, Inputs, numpy_dtype
+from fastattn.bench.case import TOPK, Case, Inputs, numpy_dtype
 
 #: Query rows per block: bounds the memory to a few MB per 8192 keys, changes no value.
 ROWS = 128
@@ -175,8 +175,42 @@ def recurrence_errors(case: Case, result: np.ndarray, answer: np.ndarray) -> tup
     return _worst((out.reshape(-1), exact[0]), (state.reshape(-1), exact[1]))
 
 
+def expected_reduction(case: Case, inputs: Inputs) -> np.ndarray:
+    """What the scores are reduced to, in `oracle_dtype`.
+
+    "max_similarity" ``(B, H)`` and "key_weights" ``(B, H, S)``; of "topk" the scores ``(B, H, L, k)`` in
+    falling order, and those of the keys that are given beside them, all one after another.
+    """
+    dtype = oracle_dtype(case)
+    query, key, _ = inputs.bhsd(case)
+    if case.reduction == "max_similarity":
+        tokens = query[0].astype(dtype)
+        products = (tokens @ document.astype(dtype).swapaxes(-1, -2) for document in key)
+        return np.stack([it.max(axis=-1).sum(axis=-1) for it in products])
+    full, allowed = (case.batch, case.heads, case.len_q, case.len_k), inputs.allowed(case)
+    allowed = np.broadcast_to(True if allowed is None else allowed, full)
+    found = []
+    for b, h in np.ndindex(full[:2]):
+        scores = query[b, h].astype(dtype) @ key[b, h // (case.heads // case.kv_heads)].astype(dtype).T
+        scores = np.where(allowed[b, h], scores / np.sqrt(dtype.type(case.head_dim)), -np.inf)
+        if case.reduction == "topk":
+            found.append(-np.sort(-scores)[:, :TOPK])
+        else:
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            found.append((weights / weights.sum(axis=-1, keepdims=True)).sum(axis=0))
+    whole = np.stack(found).reshape(case.batch, case.heads, *found[0].shape)
+    return np.stack([whole, whole]) if case.reduction == "topk" else whole
+
+
+def reduction_errors(case: Case, result: np.ndarray, answer: np.ndarray) -> tuple[float, float]:
+    """The largest and the root-mean-square error, over the largest right value."""
+    if result.shape != answer.shape:
+        raise ValueError(f"the result has shape {result.shape}, expected {answer.shape}")
+    return _worst((result, answer))
+
+
 def relative_tolerance(case: Case, inputs: Inputs, answer: np.ndarray) -> float:
-    """The largest error, over the largest value, of gradients and of a recurrence that count as right."""
+    """The largest error, over the largest value, of all but outputs that counts as right."""
     return (TOLERANCE_EPS_16_BIT if _is_16_bit(case) else RELATIVE_TOLERANCE_EPS) * _eps(case)
 
 

@@ -1,4 +1,4 @@
-"""What a case asks of a library: the outputs of attention, its gradients, or gated linear attention.
+"""What a case asks of a library: outputs of attention, gradients, reductions, or gated linear attention.
 
 Only this module and a case's own FLOPs, bytes and inputs tell them apart.
 """
@@ -40,8 +40,16 @@ _RECURRENT = Task(
     oracle.recurrence_errors,
     oracle.relative_tolerance,
 )
+_REDUCTION = Task(
+    lambda peer: peer.reduction_ways,
+    oracle.expected_reduction,
+    oracle.reduction_errors,
+    oracle.relative_tolerance,
+)
 
 
 def task_of(case: Case) -> Task:
     """What `case` asks."""
+    if case.reduction is not None:
+        return _REDUCTION
     return _BACKWARD if case.backward else _FORWARD if case.rule is None else _RECURRENT

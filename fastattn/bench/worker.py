@@ -168,7 +168,7 @@ def _cold_copies(case: Case, inputs: Inputs) -> list[Inputs]:
         return []
     count = math.ceil(COLD_BYTES / case.nbytes)
     count = min(count, int(COLD_SHARE * available_memory() / case.nbytes))
-    return [copy.deepcopy(inputs) for _ in range(count - 1)]
+    return [copy.deepcopy(inputs).with_views(case) for _ in range(count - 1)]
 
 
 def _fma_peak(dtype: str) -> Callable[[int, float], float]:

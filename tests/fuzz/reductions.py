@@ -126,7 +126,7 @@ def _stored(case: Case, engine: Engine, results: Results) -> tuple[Results, Resu
     """Keys in pages, or in int8."""
     key = case.naturals["key"]
     is_float = key.dtype == BFLOAT16 or key.dtype.kind == "f"
-    whole = len(case.lead) == 1 and key.shape[:1] == case.lead and not case.swapped
+    whole = len(case.lead) == 1 and key.shape[:-3] == case.lead and not case.swapped
     if whole and is_float and key.size and case.data % 2:
         page = next(n for n in (7, 5, 3, 2, 1) if case.S % n == 0)
         pages = into_pages(key, page, case.data)

@@ -65,6 +65,10 @@ def _no_recurrence(case: Case, inputs: Inputs) -> Call:
     raise Unable("no gated linear attention")
 
 
+def _no_reduction(case: Case, inputs: Inputs) -> Call:
+    raise Unable("no scores without values")
+
+
 class Peer:
     """What `worker` drives. The module has ``load(num_threads) -> Peer``."""
 
@@ -72,6 +76,7 @@ class Peer:
     ways: Mapping[str, Way]  #: each by its label; all are checked; the fastest right one is timed
     backward_ways: Mapping[str, Way] = {"backward": _no_gradients}  #: those of backward cases
     recurrent_ways: Mapping[str, Way] = {"recurrence": _no_recurrence}  #: those of cases with a `rule`
+    reduction_ways: Mapping[str, Way] = {"reduction": _no_reduction}  #: those of cases with a reduction
 
     def products(self, layer: Layer) -> Products:
         """The products of the process's NumPy, which a library without matrix products of its own meets."""
@@ -85,6 +90,16 @@ def joined(results: Iterable[np.ndarray]) -> np.ndarray:
     ``(B, heads, length, dim)``. By a `rule` the output ``(B, H, L, E)``, then the state ``(B, K, D, E)``.
     """
     return np.concatenate([result.reshape(-1) for result in results])
+
+
+def with_scores_of(case: Case, inputs: Inputs, values: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """The result of "topk": its scores, and beside them those of its keys, ``(2, B, H, L, k)``."""
+    query, key, _ = inputs.bhsd(case)
+    own = np.empty(values.shape)
+    for b, h in np.ndindex(case.batch, case.heads):
+        rows = key[b, h // (case.heads // case.kv_heads)].astype(np.float64)[index[b, h]]
+        own[b, h] = np.einsum("ld,lkd->lk", query[b, h].astype(np.float64), rows) * case.head_dim**-0.5
+    return np.stack([values, own])
 
 
 def check_plain(case: Case) -> None:

@@ -6,14 +6,20 @@ A step writes the new keys and values into the arrays as NumPy does, and calls `
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import fastattn
 from fastattn._machine import host
-from fastattn.bench.case import Case, Inputs, Stored, document_ids, numpy_dtype
-from fastattn.bench.peers._base import Call, Peer, Unable, joined, take_new
+from fastattn.bench.case import NEIGHBORHOOD, TOPK, Case, Inputs, Stored, document_ids, numpy_dtype
+from fastattn.bench.peers._base import Call, Peer, Unable, joined, take_new, with_scores_of
+
+#: The objects of `case.BIAS_OBJECTS`, of a case and the array that each is made of.
+BIASES: dict[Any, Callable[[Case, np.ndarray], fastattn.biases.Bias]] = {
+    "relative": lambda case, table: fastattn.biases.Relative(table, case.len_q - 1),
+}
 
 
 def load(num_threads: int) -> Fastattn:
@@ -33,6 +39,7 @@ class Fastattn(Peer):
         self.ways = {"attention": self._attention, "attention, out=": self._attention_out}
         self.backward_ways = {"attention_backward": self._backward}
         self.recurrent_ways = {"gated_linear_attention": self._recurrence}
+        self.reduction_ways = {"reduction": self._reduction}
 
     def _attention(self, case: Case, inputs: Inputs) -> Call:
         return self._call(case, inputs, self._options(case, inputs))
@@ -75,6 +82,19 @@ class Fastattn(Peer):
 
         return Call(run, result)
 
+    def _reduction(self, case: Case, inputs: Inputs) -> Call:
+        query, key, options = inputs.query, _rows(inputs.key), self._options(case, inputs)
+        options["backend"] = host.default_backend()
+        if case.reduction == "topk":
+            find = partial(fastattn.reduce_scores, query, key, reduction="topk", k=TOPK, **options)
+            return Call(find, lambda: with_scores_of(case, inputs, *find()))
+        if case.reduction == "key_weights":
+            run = partial(fastattn.key_weights, query, key, **options)
+            return Call(run, run)
+        documents = key[:, 0] if case.storage is None else fastattn.Quantized(key.data[:, 0], key.scale[:, 0])
+        run = partial(fastattn.max_similarity, query[0], documents, backend=options["backend"])
+        return Call(run, lambda: run().T)
+
     @staticmethod
     def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
         options: dict[str, Any] = {}
@@ -83,8 +103,11 @@ class Fastattn(Peer):
         if case.layout != "bhsd":
             options["layout"] = case.layout
         if inputs.bias is not None:
-            options["bias"] = inputs.bias
-        if inputs.mask is not None:
+            options["bias"] = inputs.bias if inputs.table is None else BIASES[case.bias](case, inputs.table)
+        if case.mask == "neighborhood":
+            side = round(case.len_q**0.5)
+            options["mask"] = fastattn.masks.Neighborhood((side, side), NEIGHBORHOOD)
+        elif inputs.mask is not None:
             options["mask"] = inputs.mask
         if case.window is not None:
             options["window"] = case.window

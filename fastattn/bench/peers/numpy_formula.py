@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn.bench.case import Case, Inputs, Stored, numpy_dtype
+from fastattn.bench.case import TOPK, Case, Inputs, Stored, numpy_dtype
 from fastattn.bench.peers._base import (
     Call,
     Peer,
@@ -22,6 +22,7 @@ from fastattn.bench.peers._base import (
     check_scores_fit,
     joined,
     take_new,
+    with_scores_of,
 )
 
 #: Tokens of a chunk of gated linear attention.
@@ -44,6 +45,7 @@ class NumPyFormula(Peer):
             "keys and values made ready, then the formula": self._made_ready,
         }
         self.recurrent_ways = {"formula, chunk by chunk": self._recurrence}
+        self.reduction_ways = {"formula": self._reduction}
 
     def _recurrence(self, case: Case, inputs: Inputs) -> Call:
         if case.dtype != case.compute_dtype or case.heads != case.kv_heads:
@@ -54,6 +56,19 @@ class NumPyFormula(Peer):
             return gated_linear_attention(*arrays)
 
         return Call(run, lambda: joined(run()))
+
+    def _reduction(self, case: Case, inputs: Inputs) -> Call:
+        check_scores_fit(case)
+        mask = inputs.score_mask(case)
+        added = None if mask is None else added_mask(case, mask)
+
+        def run() -> Any:
+            query, key, _ = (it.astype(case.compute_dtype, copy=False) for it in inputs.bhsd(case))
+            return reduced(case, query, key, added)
+
+        if case.reduction == "topk":
+            return Call(run, lambda: with_scores_of(case, inputs, *run()))
+        return Call(run, run)
 
     def _formula(self, case: Case, inputs: Inputs) -> Call:
         if _is_made_ready(case):
@@ -142,6 +157,29 @@ def attention(
     out = scores @ value
     out /= scores.sum(axis=-1, keepdims=True)
     return out.reshape(batch, heads, len_q, -1)
+
+
+def reduced(case: Case, query: np.ndarray, key: np.ndarray, added: np.ndarray | None) -> Any:
+    """What `case` asks of the scores of ``(B, heads, length, dim)`` arrays; of "topk" scores and keys."""
+    if case.reduction == "max_similarity":
+        tokens = query[0].reshape(-1, case.head_dim)
+        products = (key.reshape(-1, case.head_dim) @ tokens.T).reshape(case.batch, case.len_k, case.heads, -1)
+        return products.max(axis=1).sum(axis=-1)
+    rows = (query * query.dtype.type(case.head_dim**-0.5)).reshape(
+        case.batch, case.kv_heads, -1, case.head_dim
+    )
+    scores = (rows @ key.swapaxes(-1, -2)).reshape(case.batch, case.heads, case.len_q, case.len_k)
+    if added is not None:
+        scores += added
+    if case.reduction == "topk":
+        index = np.argpartition(scores, -TOPK, axis=-1)[..., -TOPK:]
+        values = np.take_along_axis(scores, index, axis=-1)
+        order = np.argsort(-values, axis=-1)
+        return tuple(np.take_along_axis(it, order, axis=-1) for it in (values, index))
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores.sum(axis=-2)
 
 
 def gated_linear_attention(

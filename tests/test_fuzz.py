@@ -237,6 +237,17 @@ def test_a_bias_object_that_is_wrong_by_one_entry_is_found(method, manner, monke
     assert manner in _manners("biases", 60)
 
 
+def test_gradients_of_packed_documents_that_are_wrong_are_found(monkeypatch):
+    real = fastattn.varlen_attention_backward
+
+    def wrong(*arrays, **options):
+        found = real(*arrays, **options)
+        return found._replace(key=found.key * np.float32(1.01))
+
+    monkeypatch.setattr(fastattn, "varlen_attention_backward", wrong)
+    assert _manners("varlen") == {"wrong varlen gradient"}
+
+
 @pytest.mark.slow
 def test_the_long_mode():
     pytest.importorskip("rich")

@@ -522,6 +522,42 @@ def check_varlen(record: Record, engine: Engine) -> None:
     Expected(case).compare({"out": got.swapaxes(0, 1), "lse": lse, "weights": weights})
     for name, x, y in zip(("out", "lse", "weights"), call(num_threads=3), (got, lse, weights), strict=True):
         same_bits(x, y, f"varlen threads {name}")
+    # As in `check_backward`.
+    added = [record.get(name, {}) for name in ("bias", "sinks")]
+    plain = all(it.get("dtype", "float32") == "float32" for it in added)
+    plain &= all(it.get("style", "normal") in ("normal", "masks") for it in added)
+    if engine.backend != "numba" and plain and not {"nonfinite", "hidden", "styles"} & set(record):
+        _check_varlen_gradients(case, engine, packed, (cu_q, cu_k), options, (got, lse))
+
+
+def _check_varlen_gradients(
+    case: Case, engine: Engine, packed: list[Array], starts: tuple[Array, Array], options: dict[str, Any],
+    results: tuple[Array, Array],
+) -> None:  # fmt: skip
+    """By the oracle's loops, where these are not long; and their bits on other threads."""
+    if {x.dtype for x in packed} not in ({np.dtype(np.float32)}, {np.dtype(np.float64)}):
+        return
+    grad_out, grad_lse = (
+        numbers(_NORMAL, case.data, name, x.shape).astype(x.dtype)
+        for name, x in zip(("grad_out", "grad_lse"), results, strict=True)
+    )
+    wrt = ("query", "key", "value", *(name for name in ("bias", "sinks") if name in options))
+    call = lambda **more: fastattn.varlen_attention_backward(  # noqa: E731
+        grad_out, *packed, *results, *starts, grad_lse=grad_lse, wrt=wrt, backend=engine.backend, **options,
+        **more,
+    )  # fmt: skip
+    got = call(num_threads=case.record.get("num_threads"))
+    for name, x in call(num_threads=3)._asdict().items():
+        if x is not None:
+            same_bits(getattr(got, name), x, f"varlen gradient threads {name}")
+    if case.record.get("spread", 1) > 4 or (case.L * case.S * case.H > 600 and case.data % 16):
+        return
+    theirs = {name: x for name, x in options.items() if name not in ("causal", "window")}
+    theirs |= {"mask": case.allowed, "layout": "bshd", "grad_lse": grad_lse}
+    try:
+        assert_gradients(got, grad_out, *packed, wrt=wrt, **theirs)
+    except AssertionError as error:
+        raise Failure("wrong varlen gradient", str(error)) from error
 
 
 def check_sdpa(record: Record, engine: Engine) -> None:

@@ -228,13 +228,21 @@ def test_sums_that_are_wrong_by_a_thousandth_are_found(name, manner, monkeypatch
     assert found <= {manner, f"{manner[6:]} beyond 1", f"dtype {manner[6:]}"}
 
 
-@pytest.mark.parametrize(
-    ("method", "manner"), [("_lower", "wrong out"), ("_gradient", "wrong gradient of the object")]
-)
-def test_a_bias_object_that_is_wrong_by_one_entry_is_found(method, manner, monkeypatch):
-    real = getattr(Relative, method)
-    monkeypatch.setattr(Relative, method, lambda self, *given: np.roll(real(self, *given), 1, axis=-1))
-    assert manner in _manners("biases", 60)
+def test_a_bias_object_that_is_wrong_by_one_entry_is_found(monkeypatch):
+    real = Relative._entries
+    monkeypatch.setattr(Relative, "_entries", lambda self, *sizes: np.roll(real(self, *sizes), 1))
+    assert "wrong out" in _manners("biases", 60)
+
+
+def test_a_gradient_of_a_bias_object_that_is_wrong_is_found(monkeypatch):
+    real = fastattn.attention_backward
+
+    def wrong(*arrays, **options):
+        found = real(*arrays, **options)
+        return found._replace(bias=np.roll(found.bias, 1, axis=-1))
+
+    monkeypatch.setattr(fastattn, "attention_backward", wrong)
+    assert _manners("biases", 60) == {"wrong gradient of the object"}
 
 
 def test_gradients_of_packed_documents_that_are_wrong_are_found(monkeypatch):

@@ -23,9 +23,9 @@ TILE = 64
 def check(record: Record, engine: Engine) -> None:
     check_attention(record, engine)
     case = Case(record)
-    array = stored_bias(record["bias"]["object"], case.bias_numbers, case.L, case.S)
-    array = np.broadcast_to(array, (case.H, case.L, case.S))
-    same_bits(case.bias.materialize(case.H, case.L, case.S), np.ascontiguousarray(array), "materialize")
+    array = stored_bias(case)
+    if len(case.bias_arrays) == 1:
+        same_bits(case.bias.materialize(case.H, case.L, case.S), array, "materialize")
 
     def call(bias: Any) -> dict[str, Array]:
         options = case.options | {"bias": bias, "num_threads": record.get("num_threads")}
@@ -37,6 +37,11 @@ def check(record: Record, engine: Engine) -> None:
         same_bits(x, wanted[name], f"of the array {name}")
     if engine.backend != "numba":
         _check_gradients(record, engine)
+
+
+def _arrays(gradient: Any) -> tuple[Array, ...]:
+    """That of an object of several arrays has one of each."""
+    return gradient if isinstance(gradient, tuple) else (gradient,)
 
 
 def _check_gradients(record: Record, engine: Engine) -> None:
@@ -54,7 +59,6 @@ def _check_gradients(record: Record, engine: Engine) -> None:
     dtype = record.get("dtypes", ("float32",))[0]
     record["dtypes"] = [dtype if dtype in ("float32", "float64") else "float32"] * 3
     case = Case(record)
-    chosen = record["bias"]["object"]
     arrays, options = list(case.arrays.values()), case.options
     out, lse = engine.attention(*arrays, **options, return_lse=True)
     grad_out, grad_lse = (
@@ -76,20 +80,19 @@ def _check_gradients(record: Record, engine: Engine) -> None:
         )
 
     got = call(num_threads=record.get("num_threads"))
-    for name, x in zip(wrt, (getattr(call(num_threads=3), name) for name in wrt), strict=True):
-        same_bits(getattr(got, name), x, f"gradient threads {name}")
-    full = np.broadcast_to(
-        stored_bias(chosen, case.bias_numbers, case.L, case.S), (*case.lead, case.H, case.L, case.S)
-    )
+    again = call(num_threads=3)
+    for name in wrt:
+        for one, other in zip(*(_arrays(getattr(its, name)) for its in (got, again)), strict=True):
+            same_bits(one, other, f"gradient threads {name}")
+    full = np.broadcast_to(stored_bias(case), (*case.lead, case.H, case.L, case.S))
     stored = call(bias=full[0] if case.is_flat else full)
     for name in wrt:
         if name != "bias":
             same_bits(getattr(got, name), getattr(stored, name), f"gradient of the array {name}")
-    dtype = case.bias_numbers.dtype.newbyteorder("=")
-    if got.bias.shape != case.bias_numbers.shape or got.bias.dtype != dtype:
-        raise Failure(
-            "dtype gradient", f"{got.bias.shape} {got.bias.dtype} of {case.bias_numbers.shape} {dtype}"
-        )
+    of_arrays = _arrays(got.bias)
+    for x, array in zip(of_arrays, case.bias_arrays, strict=True):
+        if (x.shape, x.dtype) != (array.shape, array.dtype.newbyteorder("=")):
+            raise Failure("dtype gradient", f"{x.shape} {x.dtype} of {array.shape} {array.dtype}")
     if record.get("spread", 1) > 4:  # what a weight is then depends on how scores are rounded
         return
     if case.L * case.S * case.H > 2000 and case.data % 16:  # the loops take longer than all else
@@ -105,16 +108,18 @@ def _check_gradients(record: Record, engine: Engine) -> None:
     except AssertionError as error:
         raise Failure("wrong gradient", str(error)) from error
 
-    def sums(array: Array) -> Array:
-        """Of the gradient of each score, those of each entry."""
-        found = np.zeros(case.bias_numbers.shape, np.longdouble)
-        rows = np.arange(case.H)[:, None, None] % len(found)
-        for item in np.ndindex(case.lead):
-            np.add.at(found, (rows, bias_entries(chosen, case.L, case.S)), array[item])
-        return found
+    entries = bias_entries(record["bias"]["object"], case.H, case.L, case.S)
+    for x, at in zip(of_arrays, entries, strict=True):
 
-    spread = min(case.L, case.S, TILE) / 8 * sums(np.abs(exact.bias))
-    within(
-        "gradient of the object", got.bias, sums(exact.bias), (sums(reach.bias) + spread).astype(float), None,
-        case.dtypes[0], lambda: [sums(plain.bias)],
-    )  # fmt: skip
+        def sums(array: Array, at: tuple[Array, ...] = at, shape: tuple[int, ...] = x.shape) -> Array:
+            """Of the gradient of each score, those of each entry."""
+            found = np.zeros(shape, np.longdouble)
+            for item in np.ndindex(case.lead):
+                np.add.at(found, at, array[item])
+            return found
+
+        spread = min(case.L, case.S, TILE) / 8 * sums(np.abs(exact.bias))
+        within(
+            "gradient of the object", x, sums(exact.bias), (sums(reach.bias) + spread).astype(float), None,
+            case.dtypes[0], lambda sums=sums: [sums(plain.bias)],
+        )  # fmt: skip

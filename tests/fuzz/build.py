@@ -291,18 +291,19 @@ class Case:
         if chosen is None:
             return None
         if "object" in chosen:
-            return bias_object(chosen["object"], self.bias_numbers)
-        return self.given("bias", self._of_item(self.bias_numbers))
+            return bias_object(chosen["object"], self.bias_arrays)
+        return self.given("bias", self._of_item(self._bias_numbers(self._score_shape(chosen["axes"]))))
 
     @once
-    def bias_numbers(self) -> Array:
-        """The array of the bias, or that of its object."""
-        chosen = self.record["bias"]
-        shape = self._score_shape(chosen["axes"])
-        if "object" in chosen:
-            shape = bias_shape(chosen["object"], self.H)
-        x = numbers(_NORMAL, self.data, "bias", shape)
-        style, chance = chosen.get("style", "normal"), numbers(_UNIFORM, self.data, "bias", shape)
+    def bias_arrays(self) -> list[Array]:
+        """Those that the object is made of."""
+        shapes = bias_shapes(self.record["bias"]["object"], self.H)
+        return [self._bias_numbers(shape, self.data + number) for number, shape in enumerate(shapes)]
+
+    def _bias_numbers(self, shape: tuple[int, ...], data: int | None = None) -> Array:
+        chosen, data = self.record["bias"], self.data if data is None else data
+        x = numbers(_NORMAL, data, "bias", shape)
+        style, chance = chosen.get("style", "normal"), numbers(_UNIFORM, data, "bias", shape)
         dtype = dtype_of(chosen.get("dtype", "float32"))
         if style == "large":
             x = 50 * x
@@ -445,7 +446,7 @@ class Case:
             return None
         chosen, array = self.record["bias"], self.bias
         if "object" in chosen:
-            array = stored_bias(chosen["object"], self.bias_numbers, self.L, self.S)
+            array = stored_bias(self)
         return np.asarray(array).astype(self.dtypes[0])
 
     @once
@@ -512,27 +513,37 @@ def _neighborhood(node: Record, L: int, S: int) -> tuple[masks.Mask, Array]:
     return neighborhood(L, S, *(tuple(node[name]) for name in ("inner", "kernel", "dilation", "causal")))
 
 
-def bias_shape(chosen: Record, H: int) -> tuple[int, ...]:
-    """Of the array that a bias object is made of."""
-    return (max(1, H) if chosen.get("per_head") else 1, chosen["entries"])
-
-
-def bias_object(chosen: Record, array: Array) -> biases.Bias:
+def bias_shapes(chosen: Record, H: int) -> list[tuple[int, ...]]:
+    """Of the arrays that a bias object is made of."""
     if chosen["kind"] == "relative":
-        return biases.Relative(array, chosen["offset"])
+        return [(max(1, H) if chosen.get("per_head") else 1, chosen["entries"])]
+    raise ValueError(f"no arrays for the kind {chosen['kind']!r}")
+
+
+def bias_object(chosen: Record, arrays: list[Array]) -> biases.Bias:
+    if chosen["kind"] == "relative":
+        return biases.Relative(*arrays, chosen["offset"])
     raise ValueError(f"no bias object for the kind {chosen['kind']!r}")
 
 
-def bias_entries(chosen: Record, L: int, S: int) -> Array:
-    """Which entry of a row of its array each query and key have, ``(L, S)``, in Python's integers."""
-    last, offset = chosen["entries"] - 1, chosen["offset"]
-    rows = [[min(max(i + S - L - j + offset, 0), last) for j in range(S)] for i in range(L)]
-    return np.array(rows, np.int64).reshape(L, S)
+def bias_entries(chosen: Record, H: int, L: int, S: int) -> list[tuple[Array, ...]]:
+    """Of each array the place of the entry that is added to a score, ``(H, L, S)``, in Python's integers."""
+    h = np.arange(H)[:, None, None]
+    if chosen["kind"] == "relative":
+        last, offset = chosen["entries"] - 1, chosen["offset"]
+        rows = [[min(max(i + S - L - j + offset, 0), last) for j in range(S)] for i in range(L)]
+        return [(h if chosen.get("per_head") else 0 * h, np.array(rows, np.int64).reshape(L, S))]
+    raise ValueError(f"no entries for the kind {chosen['kind']!r}")
 
 
-def stored_bias(chosen: Record, array: Array, L: int, S: int) -> Array:
-    """The bias that an object stands for, ``(H or 1, L, S)``."""
-    return array[:, bias_entries(chosen, L, S)]
+def stored_bias(case: Case) -> Array:
+    """The bias that an object stands for, ``(H, L, S)``: its entries, added up in the type of a call."""
+    entries = bias_entries(case.record["bias"]["object"], case.H, case.L, case.S)
+    terms = [array[at] for array, at in zip(case.bias_arrays, entries, strict=True)]
+    if len(terms) == 1:
+        return terms[0]
+    total: Array = sum(term.astype(case.dtypes[0]) for term in terms)
+    return total
 
 
 def _whole(node: Record, L: int, S: int) -> tuple[int, int]:

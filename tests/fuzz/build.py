@@ -297,7 +297,7 @@ class Case:
     @once
     def bias_arrays(self) -> list[Array]:
         """Those that the object is made of."""
-        shapes = bias_shapes(self.record["bias"]["object"], self.H)
+        shapes = bias_shapes(self.record["bias"]["object"], self.H, self.L, self.S)
         return [self._bias_numbers(shape, self.data + number) for number, shape in enumerate(shapes)]
 
     def _bias_numbers(self, shape: tuple[int, ...], data: int | None = None) -> Array:
@@ -513,7 +513,7 @@ def _neighborhood(node: Record, L: int, S: int) -> tuple[masks.Mask, Array]:
     return neighborhood(L, S, *(tuple(node[name]) for name in ("inner", "kernel", "dilation", "causal")))
 
 
-def bias_shapes(chosen: Record, H: int) -> list[tuple[int, ...]]:
+def bias_shapes(chosen: Record, H: int, L: int, S: int) -> list[tuple[int, ...]]:
     """Of the arrays that a bias object is made of."""
     if chosen["kind"] == "relative":
         return [(max(1, H) if chosen.get("per_head") else 1, chosen["entries"])]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from tests import naive
 from tests.fuzz import checks
 from tests.fuzz.build import Case
 from tests.fuzz.records import draw
+from tests.fuzz.runner import Run
 from tests.fuzz.shrink import shrink
 from tests.fuzz.worker import manner_of
 from tests.process import python
@@ -254,6 +258,21 @@ def test_gradients_of_packed_documents_that_are_wrong_are_found(monkeypatch):
 
     monkeypatch.setattr(fastattn, "varlen_attention_backward", wrong)
     assert _manners("varlen") == {"wrong varlen gradient"}
+
+
+def test_lines_that_a_worker_writes_at_once_are_all_read(monkeypatch):
+    """And parts of lines."""
+    run, given = Run(0, 500, processes=1, engines=["reference"], timeout=60), []
+    monkeypatch.setattr(run, "_next", lambda *_: given.append(run.progress.cases))
+    ours, theirs = os.pipe()
+    with open(ours, "rb") as stdout:
+        worker = SimpleNamespace(process=SimpleNamespace(stdout=stdout), begun=b"", counts=Counter())
+        for said in (b'{"failed": 1}\n{"failed": 2}\n{"did": 250}\n{"fai', b'led": 3}\n{"did": 20}\n'):
+            os.write(theirs, said)
+            run._read(worker, None, None, None)
+        os.close(theirs)
+    assert given == [250, 270]
+    assert [it["failed"] for it in run.progress.failures] == [1, 2, 3]
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ class _Worker:
         )  # fmt: skip
         self.moved, self._last, self.hangs = time.monotonic(), -1, False
         self.counts: Counter[str] = Counter()
+        self.begun = b""  # of a line that is not there in full
 
     def give(self, block: tuple[int, int]) -> None:
         self.block = block
@@ -160,17 +161,20 @@ class Run:
         worker.give(block)
 
     def _read(self, worker: _Worker, blocks: Any, busy: set[Any], chosen: Any) -> None:
-        line = worker.process.stdout.readline()
-        if not line:
+        # Not by `readline`, which may take more lines than it gives: nothing would say that these are there.
+        found = os.read(worker.process.stdout.fileno(), 1 << 16)
+        if not found:
             self._ended(worker, blocks, busy, chosen)
             return
-        said = json.loads(line)
-        if "failed" in said:
-            self.progress.failures.append(said)
-            return
-        self.progress.cases += said.pop("did")
-        self._count(worker, said)
-        self._next(worker, blocks, busy, chosen)
+        *lines, worker.begun = (worker.begun + found).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            if "failed" in said:
+                self.progress.failures.append(said)
+                continue
+            self.progress.cases += said.pop("did")
+            self._count(worker, said)
+            self._next(worker, blocks, busy, chosen)
 
     def _count(self, worker: _Worker, said: dict[str, int]) -> None:
         for name, number in said.items():

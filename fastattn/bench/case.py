@@ -67,10 +67,6 @@ BIAS_OBJECTS: dict[
 #: Tokens of an image's row and column that a query of the mask "neighborhood" attends, as NAT's.
 NEIGHBORHOOD = 7
 
-#: What scores are reduced to, without values. "max_similarity" is of the first item's queries, each head one
-#: of L tokens, with B documents of S tokens.
-REDUCTIONS = ("max_similarity", "topk", "key_weights")
-
 #: How many scores of each query "topk" keeps.
 TOPK = 16
 
@@ -102,7 +98,9 @@ class Case:
         False  #: the gradients are timed, by all arrays but the mask; the outputs are there before
     )
     rule: str | None = None  #: gated linear attention by one of `RULES`, with a state before and after; L = S
-    reduction: str | None = None  #: one of `REDUCTIONS` in the place of outputs; E = 1, and no value is read
+    #: In the place of outputs, of no values, E = 1: "topk", "key_weights", or "max_similarity" of the first
+    #: item's queries, each head one of L tokens, with B documents of S tokens
+    reduction: str | None = None
     value_in_key: bool = False  #: the value is a view of the key's first E columns, as MLA's latent has it
     causal: bool = False  #: no key after position p: "bottom_right"
     #: "random" (L, S) or "padding" (B, 1, 1, S), an array for all; or "neighborhood", of a square image:
@@ -287,9 +285,7 @@ def _nbytes(case: Case) -> int:
     pairs = case.len_q * case.len_k
     mask = {None: 0, "random": pairs, "padding": case.batch * case.len_k, "neighborhood": 0}[case.mask]
     sizes = {name: int(np.prod(shape(case))) for name, (shape, _) in BIAS_OBJECTS.items()}
-    bias = sizes.get(
-        case.bias or "", {"shared": pairs, "per_head": case.heads * pairs}.get(case.bias or "", 0)
-    )
+    bias = {None: 0, "shared": pairs, "per_head": case.heads * pairs, **sizes}[case.bias]
     read_dims = (case.head_dim,) if case.value_in_key or case.reduction else (case.head_dim, case.value_dim)
     row = sum(_row_nbytes(case.storage or case.dtype, dim) for dim in read_dims)
     if case.reduction is not None:

@@ -133,10 +133,8 @@ def _is_made_ready(case: Case) -> bool:
     return case.dtype != case.compute_dtype or not case.is_plain
 
 
-def attention(
-    case: Case, query: np.ndarray, key: np.ndarray, value: np.ndarray, added: np.ndarray | None
-) -> np.ndarray:
-    """Softmax attention of ``(B, heads, length, dim)`` arrays.
+def scores_of(case: Case, query: np.ndarray, key: np.ndarray, added: np.ndarray | None) -> np.ndarray:
+    """The scores of ``(B, heads, length, dim)`` arrays, ``(B, K, rows, S)``.
 
     The query heads of a group are rows of one matrix, so that each key/value head is read once and never
     copied. `added` is a float mask or bias that broadcasts to ``(B, H, L, S)``: to add -inf takes a
@@ -152,25 +150,27 @@ def attention(
     if added is not None:
         by_head = scores.reshape(batch, heads, len_q, -1)  # a view
         by_head += added
+    return scores
+
+
+def attention(
+    case: Case, query: np.ndarray, key: np.ndarray, value: np.ndarray, added: np.ndarray | None
+) -> np.ndarray:
+    """Softmax attention of ``(B, heads, length, dim)`` arrays."""
+    scores = scores_of(case, query, key, added)
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     out = scores @ value
     out /= scores.sum(axis=-1, keepdims=True)
-    return out.reshape(batch, heads, len_q, -1)
+    return out.reshape(*query.shape[:3], -1)
 
 
 def reduced(case: Case, query: np.ndarray, key: np.ndarray, added: np.ndarray | None) -> Any:
     """What `case` asks of the scores of ``(B, heads, length, dim)`` arrays; of "topk" scores and keys."""
     if case.reduction == "max_similarity":
-        tokens = query[0].reshape(-1, case.head_dim)
-        products = (key.reshape(-1, case.head_dim) @ tokens.T).reshape(case.batch, case.len_k, case.heads, -1)
-        return products.max(axis=1).sum(axis=-1)
-    rows = (query * query.dtype.type(case.head_dim**-0.5)).reshape(
-        case.batch, case.kv_heads, -1, case.head_dim
-    )
-    scores = (rows @ key.swapaxes(-1, -2)).reshape(case.batch, case.heads, case.len_q, case.len_k)
-    if added is not None:
-        scores += added
+        products = key.reshape(-1, case.head_dim) @ query[0].reshape(-1, case.head_dim).T
+        return products.reshape(case.batch, case.len_k, case.heads, -1).max(axis=1).sum(axis=-1)
+    scores = scores_of(case, query, key, added).reshape(case.batch, case.heads, case.len_q, case.len_k)
     if case.reduction == "topk":
         index = np.argpartition(scores, -TOPK, axis=-1)[..., -TOPK:]
         values = np.take_along_axis(scores, index, axis=-1)

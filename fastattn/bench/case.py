@@ -284,8 +284,9 @@ def _nbytes(case: Case) -> int:
     dims = case.head_dim + case.value_dim
     pairs = case.len_q * case.len_k
     mask = {None: 0, "random": pairs, "padding": case.batch * case.len_k, "neighborhood": 0}[case.mask]
-    sizes = {name: int(np.prod(shape(case))) for name, (shape, _) in BIAS_OBJECTS.items()}
-    bias = {None: 0, "shared": pairs, "per_head": case.heads * pairs, **sizes}[case.bias]
+    sizes: dict[str | None, int] = {None: 0, "shared": pairs, "per_head": case.heads * pairs}
+    sizes |= {name: int(np.prod(shape(case))) for name, (shape, _) in BIAS_OBJECTS.items()}
+    bias = sizes[case.bias]
     read_dims = (case.head_dim,) if case.value_in_key or case.reduction else (case.head_dim, case.value_dim)
     row = sum(_row_nbytes(case.storage or case.dtype, dim) for dim in read_dims)
     if case.reduction is not None:

@@ -124,6 +124,12 @@ def test_lengths_and_ids_are_read_on_the_host(name):
             fastattn.varlen_attention(x, x, x, numbers)
 
 
+def test_scales_of_heads_are_for_queries_on_the_host():
+    x = FakeArray(np.zeros((2, 1, 3)))
+    with pytest.raises(TypeError, match="scale must be one number where query is on cuda:0: multiply query"):
+        fastattn.attention(x, x, x, scale=[1.0, 2.0])
+
+
 def test_a_mask_on_a_gpu_is_not_materialized():
     mask = fastattn.masks.Dense(FakeArray(np.ones((2, 3), bool)))
     assert repr(mask) == "Dense(array=<bool (2, 3) on cuda:0>)"

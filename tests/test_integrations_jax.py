@@ -174,6 +174,7 @@ def test_errors_when_it_is_traced(by: str, monkeypatch: pytest.MonkeyPatch) -> N
         (ValueError, "same length, got 33 and 32", (query, key, value[:, :, 1:]), {}),
         (ValueError, "softcap must be positive", (query, key, value), {"softcap": -1.0}),
         (ValueError, "scale must be", (query, key, value), {"scale": np.nan}),
+        (TypeError, "scale must be one number here", (query, key, value), {"scale": np.ones(2)}),
         (ValueError, "causal=True needs L == S", (query, key, value), {"causal": True}),
         (TypeError, "use bias=", (query, key, value), {"mask": np.zeros((17, 33))}),
         (ValueError, "bias of shape", (query, key, value), {"bias": np.zeros((3, 1, 17, 33))}),

@@ -126,6 +126,7 @@ def test_errors_of_types() -> None:
     ("given", "said"),
     [
         ("window=(2, 0)", r"'window': .* scale alone; a block `with numba.objmode"),
+        ("False, query[0]", r"scale must be one number, got array\(float64.* `with numba.objmode"),
         ("return_lse=True", r"'return_lse': .* `with numba.objmode"),
         ("softmax_scale=1.0", "'softmax_scale': say scale=; "),
         ("False, 1.0, None", "takes 5 positional arguments .*, but 6 were given"),

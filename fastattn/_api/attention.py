@@ -90,8 +90,9 @@ def attention(
         True or ``"top_left"``, else ``p = i + S_b - L``.
     key_lengths : array_like of int, optional
         Broadcasts to the leading batch axes; keys at or past it are padding, never read.
-    scale : float, optional
-        ``1 / sqrt(D)`` when not given.
+    scale : float or array_like, shape (H,), optional
+        ``1 / sqrt(D)`` when not given. Of an array each query head has its number, by which its queries are
+        multiplied first: in the type of the computation, with one rounding.
     softcap : float, optional
         Turns a scaled score ``x`` into ``softcap * tanh(x / softcap)``.
     sinks : array_like, shape (H,), optional

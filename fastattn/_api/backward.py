@@ -253,6 +253,9 @@ def _differentiate(backward: Backward, given: dict[str, Any], swapped: bool) -> 
         bias = given["bias"]
         found = found._replace(bias=bias._gradient(found.bias, sizes.len_q, sizes.len_k))
         given = given | {"bias": bias.table}
+    if backward.query_factors is not None and found.query is not None:
+        with np.errstate(all="ignore"):
+            found = found._replace(query=found.query * backward.query_factors[:, None, None])
     rows = ("query", "key", "value") if swapped else ()
     return Gradients(
         *(

@@ -26,7 +26,7 @@ from fastattn._machine.device import (
 )
 from fastattn._machine.threads import no_fork
 from fastattn.biases import check_dtype
-from fastattn.masks.arguments import as_integer, axes_hint, broadcasts, integers, window_bound
+from fastattn.masks.arguments import as_integer, axes_hint, broadcasts, integers, show, window_bound
 from fastattn.masks.base import describe
 
 if TYPE_CHECKING:
@@ -297,6 +297,20 @@ def as_number(value: Any, name: str, kind: str = "a number") -> float:
         return float("inf")
 
 
+def check_scale(scale: Any, num_heads: int, dtype: np.dtype) -> float | np.ndarray:
+    """A number, or one for each query head."""
+    if not np.ndim(scale):
+        return check_finite(scale, "scale")
+    array = check_per_head(scale, "scale", num_heads, dtype)
+    if isinstance(array, DeviceArray):
+        raise TypeError(
+            "scale must be on the host: multiply query by scale[:, None, None], and say scale=1.0"
+        )
+    if not np.isfinite(array).all():
+        raise ValueError(f"scale must be finite in {dtype}, got {show(np.asarray(scale))}")
+    return array
+
+
 def check_finite(value: Any, name: str) -> float:
     number = as_number(value, name, "a finite number")
     if not isfinite(number):
@@ -348,13 +362,14 @@ def check_shape(shape: Iterable[int]) -> tuple[int, ...]:
     return sizes
 
 
-def check_sinks(sinks: ArrayLike, num_heads: int, dtype: np.dtype) -> np.ndarray:
-    array = as_array(sinks, "sinks")
+def check_per_head(given: ArrayLike, name: str, num_heads: int, dtype: np.dtype) -> np.ndarray:
+    """A number for each query head, in the dtype of the computation."""
+    array = as_array(given, name)
     is_number = array.dtype.kind in "iuf" or storage_of(array.dtype) != REAL
     if not is_number or array.dtype.itemsize > 8:
-        raise TypeError(f"sinks must be a float array, got dtype {array.dtype}")
+        raise TypeError(f"{name} must be a float array, got dtype {array.dtype}")
     if array.shape != (num_heads,):
-        raise ValueError(f"sinks must have shape (H,) = ({num_heads},), got {array.shape}")
+        raise ValueError(f"{name} must have shape (H,) = ({num_heads},), got {array.shape}")
     if isinstance(array, DeviceArray):
         return array.read_as(dtype)
     with np.errstate(over="ignore"):

@@ -58,6 +58,7 @@ class Backward(NamedTuple):
     wrt: frozenset[str]  #: some of `DIFFERENTIABLE`
     #: That of the bias as given, with an axis for each one of the scores; or ``(H or 1, L + S - 1)``
     bias_shape: tuple[int, ...]
+    query_factors: np.ndarray | None  #: ``(H,)``, by which the caller's query was multiplied
     by_diagonals: bool = False  #: a bias object's gradient is first summed along the diagonals of the scores
 
     def of_heads(self, heads: slice) -> Backward:

@@ -34,9 +34,10 @@ from fastattn._call.arguments import (
     check_finite,
     check_key_lengths,
     check_out,
+    check_per_head,
     check_places,
     check_return_weights,
-    check_sinks,
+    check_scale,
     check_window,
     check_wrt,
     computation_dtypes,
@@ -315,6 +316,7 @@ def normalize_backward(
         grad_lse=None if grad_lse is None else sums(grad_lse, "grad_lse"),
         wrt=frozenset(names),
         bias_shape=_gradient_shape(given, inputs),
+        query_factors=numbers["scale"] if isinstance(numbers["scale"], np.ndarray) else None,
         by_diagonals=isinstance(given, Bias),
     )
 
@@ -718,16 +720,33 @@ def _problem(
 ) -> Problem[Any]:
     query, key, value, dtype, *_ = inputs
     key_start, key_stop, dense, mask_map = lowered
+    if isinstance(numbers["scale"], np.ndarray):
+        query, numbers = _times(query, numbers["scale"]), numbers | {"scale": 1.0}
     return Problem(
         query, key, value, *results, dtype, bias=bias, band=band, key_start=key_start, key_stop=key_stop,
         dense=dense, mask_map=mask_map, **numbers,
     )  # fmt: skip
 
 
+def _times(query: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """The query, each head times its factor, in the dtype of the factors and rounded once. Axes that are
+    broadcast stay so, but for that of the heads."""
+    if isinstance(query, DeviceArray):
+        raise TypeError(
+            f"scale must be one number where query is on {place(query)}: multiply query by those of its "
+            f"heads, there, and say scale=1.0"
+        )
+    stored = query[tuple(slice(None) if stride else slice(1) for stride in query.strides)]
+    with np.errstate(all="ignore"):
+        product = stored.astype(factors.dtype, copy=False) * factors[:, None, None]
+    return np.broadcast_to(product, query.shape)
+
+
 def _numbers(inputs: _Inputs, options: dict[str, Any]) -> dict[str, Any]:
     """The options that a `Problem` has under their names, checked: scale, soft-cap, sinks and dropout."""
     scale, softcap, sinks = options["scale"], options["softcap"], options["sinks"]
-    scale = 1 / sqrt(inputs.query.shape[-1]) if scale is None else check_finite(scale, "scale")
+    H = inputs.sizes.H
+    scale = 1 / sqrt(inputs.query.shape[-1]) if scale is None else check_scale(scale, H, inputs.dtype)
     if softcap is not None:
         softcap = check_finite(softcap, "softcap")
         limits = np.finfo(inputs.dtype)
@@ -737,7 +756,7 @@ def _numbers(inputs: _Inputs, options: dict[str, Any]) -> dict[str, Any]:
                 f"{'' if softcap else '; leave it out for none'}"
             )
     if sinks is not None:
-        sinks = check_sinks(sinks, inputs.sizes.H, inputs.dtype)
+        sinks = check_per_head(sinks, "sinks", H, inputs.dtype)
     dropout = check_dropout(options["dropout"], options["seed"])
     return {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
 

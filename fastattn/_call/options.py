@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     class _ScoreOptions(TypedDict, total=False):
         bias: ArrayLike | Bias | None
         window: WindowBounds | None
-        scale: float | None
+        scale: float | ArrayLike | None
         softcap: float | None
         sinks: ArrayLike | None
         num_threads: int | None

@@ -323,6 +323,10 @@ class _Call:
         for name, x in (main | results | options).items():
             if isinstance(x, da.Array) and any(map(isnan, x.shape)):
                 raise ValueError(f"{name} has chunks of unknown size: call its compute_chunk_sizes() first")
+        if np.ndim(options["scale"]):
+            raise TypeError(
+                "scale must be one number here: multiply query by those of its heads, and say scale=1.0"
+            )
         known, known_mask, band, number, softcap = outline(
             stand_in(query), stand_in(key), stand_in(value),
             {name: stand_in(x) if isinstance(x, da.Array) else x for name, x in options.items()},

@@ -73,6 +73,10 @@ def attention(
             raise TypeError(
                 f"{name} must be known when attention is traced, got {x}; name it in static_argnames{instead}"
             )
+    if np.ndim(scale):  # type: ignore[arg-type]  # None has no axes
+        raise TypeError(
+            "scale must be one number here: multiply query by those of its heads, and say scale=1.0"
+        )
     if np.isscalar(mask):
         as_mask(mask, flat=False)  # raises
     of_mask = mask if isinstance(mask, Mask) else None

@@ -201,6 +201,8 @@ def _typed(
     of_word = isinstance(causal, types.UnicodeType | types.StringLiteral)
     code_of_causal = _code_of_word if of_word else _code_of_bool
     has_no_scale = scale is None or isinstance(scale, types.NoneType | types.Omitted)
+    if isinstance(scale, types.Array):
+        raise TypingError(f"scale must be one number, got {scale}; {_ELSEWHERE}")
     number = _no_scale if has_no_scale else _finite
     query_dtype, key_dtype, value_dtype = (_DTYPES[array.dtype] for array in (query, key, value))
     out_dtype = max(query_dtype, key_dtype, value_dtype)

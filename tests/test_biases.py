@@ -11,6 +11,7 @@ import pytest
 import fastattn
 from fastattn import masks
 from fastattn.biases import Relative
+from fastattn.masks.map import Size
 from tests.cases import FLOATS
 from tests.conftest import computes_gradients
 from tests.tolerances import assert_same_bits
@@ -205,7 +206,7 @@ def test_memory_does_not_grow_with_the_scores():
     key = np.zeros((2, length, 8), np.float32)
     tracemalloc.start()
     try:
-        view = bias._lower(2, length, length, np.float32)
+        view = bias._lower(Size((), 2, length, length), np.dtype(np.float32))
         fastattn.attention(query, key, key, bias=bias)
         peak = tracemalloc.get_traced_memory()[1]
     finally:

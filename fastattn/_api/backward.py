@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from fastattn._call.arguments import as_given_bias, bias_parts
 from fastattn._call.gradients import Gradients, sum_to
 from fastattn._call.normalize import normalize_backward
 from fastattn._call.options import complete, public
@@ -13,6 +14,7 @@ from fastattn._call.problem import FLOAT64
 from fastattn._machine import host
 from fastattn._machine.device import in_library_of, on_host
 from fastattn.backends.registry import select
+from fastattn.biases import Bias
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from fastattn._call.gradients import Backward
     from fastattn._call.options import BackwardOptions, VarlenBackwardOptions
+    from fastattn.biases import Sums
 
 
 @overload
@@ -249,22 +252,33 @@ def _differentiate(backward: Backward, given: dict[str, Any], swapped: bool) -> 
     sizes = backward.problem.sizes
     is_empty = not sizes.heads * sizes.rows * sizes.len_k
     found = backward.zeros() if is_empty else chosen.differentiate(backward, chosen.thread_limit(threads))
-    if backward.by_diagonals and found.bias is not None:
-        bias = given["bias"]
-        found = found._replace(bias=bias._gradient(found.bias, sizes.len_q, sizes.len_k))
-        given = given | {"bias": bias.table}
     if backward.query_factors is not None and found.query is not None:
         with np.errstate(all="ignore"):
             found = found._replace(query=found.query * backward.query_factors[:, None, None])
     rows = ("query", "key", "value") if swapped else ()
-    return Gradients(
-        *(
-            None
-            if gradient is None
-            else in_library_of(given["query"], as_given(gradient, on_host(given[name]), name in rows))
-            for name, gradient in found._asdict().items()
-        )
-    )
+
+    def returned(gradient: np.ndarray | None, array: Any, name: str) -> Any:
+        if gradient is None:
+            return None
+        return in_library_of(given["query"], as_given(gradient, on_host(array), name in rows))
+
+    def of_part(part: Any, sums: Sums) -> Any:
+        """The gradient of a part of the bias, or those of its arrays."""
+        if not isinstance(part, Bias):
+            return returned(found.bias[sums], part, "bias")
+        own = part._gradients(found.bias[sums], backward.problem.score_sizes)
+        gradients = [returned(*pair, "bias") for pair in zip(own, part._arrays(), strict=True)]
+        return gradients[0] if len(gradients) == 1 else tuple(gradients)
+
+    bias = given["bias"]
+    of_bias = None
+    if found.bias is not None:
+        parts = (of_part(part, sums) for (_, part), sums in zip(bias_parts(bias), backward.bias, strict=True))
+        of_bias = as_given_bias(bias, parts)
+    others = {
+        name: returned(getattr(found, name), given[name], name) for name in found._fields if name != "bias"
+    }
+    return Gradients(**others, bias=of_bias)
 
 
 def as_given(gradient: np.ndarray, given: np.ndarray, swapped: bool) -> np.ndarray:

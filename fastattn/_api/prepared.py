@@ -190,10 +190,11 @@ def _reads_as_given(request: Request, inputs: tuple[Any, ...], options: dict[str
     mask, bias = options.get("mask"), options.get("bias")
     if isinstance(mask, Mask):
         mask = None
-    if bias is None and problem.bias is not None:
+    used_bias = problem.plain_bias
+    if bias is None and used_bias is not None:
         mask, bias = None, mask
     pairs = [
-        (query, problem.query), (options.get("sinks"), problem.sinks), (bias, problem.bias),
+        (query, problem.query), (options.get("sinks"), problem.sinks), (bias, used_bias),
         (mask, problem.dense),
     ]  # fmt: skip
     for x, used in ((key, problem.key), (value, problem.value)):
@@ -230,7 +231,7 @@ class PreparedCall:
         self._weights = None if problem.weights is None else next(results)
         self._mean_dtype = problem.mean_dtype
         given, bias = options.get("mask"), options.get("bias")
-        self._mask_is_bias = given is not None and bias is None and problem.bias is not None
+        self._mask_is_bias = given is not None and bias is None and problem.plain_bias is not None
         mask_map = problem.mask_map
         #: What every call reads of a mask object.
         self._held = NO_ARRAYS._replace(

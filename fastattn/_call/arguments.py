@@ -25,12 +25,12 @@ from fastattn._machine.device import (
     place,
 )
 from fastattn._machine.threads import no_fork
-from fastattn.biases import check_dtype
+from fastattn.biases import Bias, Sum, check_dtype
 from fastattn.masks.arguments import as_integer, axes_hint, broadcasts, integers, show, window_bound
 from fastattn.masks.base import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import ArrayLike
 
@@ -245,10 +245,33 @@ def check_cu_seqlens(value: ArrayLike, name: str, total: int) -> np.ndarray:
     return starts
 
 
-def as_bias(bias: ArrayLike) -> np.ndarray:
+def _is_sum(bias: Any) -> bool:
+    """Whether it is a tuple of arrays and objects that are added up, not one of numbers in the place of an
+    array."""
+    is_tuple = isinstance(bias, tuple)
+    return is_tuple and any(isinstance(x, (Bias, masks.Mask)) or getattr(x, "shape", ()) for x in bias)
+
+
+def bias_parts(bias: Any, name: str = "bias") -> list[tuple[str, Any]]:
+    """The arrays and the objects other than sums that a bias is the sum of, by the names that errors give."""
+    if bias is None and name == "bias":
+        return []
+    if _is_sum(bias):
+        return [part for n, x in enumerate(bias) for part in bias_parts(x, f"{name}[{n}]")]
+    return [(name, part) for part in bias._terms()] if isinstance(bias, Bias) else [(name, bias)]
+
+
+def as_given_bias(bias: Any, parts: Iterator[Any]) -> Any:
+    """What there is of each part, as the bias is given: tuples for tuples and sums."""
+    if _is_sum(bias):
+        return tuple(as_given_bias(x, parts) for x in bias)
+    return tuple(next(parts) for _ in bias.terms) if isinstance(bias, Sum) else next(parts)
+
+
+def as_bias(bias: ArrayLike, name: str) -> np.ndarray:
     if isinstance(bias, masks.Mask):
-        raise TypeError(f"bias must be an array or a bias object, got {bias!r}; a mask goes to mask=")
-    return check_dtype(as_array(bias, "bias"), "bias")
+        raise TypeError(f"{name} must be an array or a bias object, got {bias!r}; a mask goes to mask=")
+    return check_dtype(as_array(bias, name), name)
 
 
 def broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, flat: bool) -> np.ndarray:

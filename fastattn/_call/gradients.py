@@ -5,12 +5,13 @@ Letters as in `fastattn._call.problem`. `import fastattn` does not import this.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 
 from fastattn._call.problem import FLOAT64, Problem
 from fastattn._machine.constants import SCORE_COLUMNS
+from fastattn.biases import Sums
 from fastattn.masks.arguments import show_shapes
 
 if TYPE_CHECKING:
@@ -56,10 +57,8 @@ class Backward(NamedTuple):
     grad_out: np.ndarray  #: ``(*lead, H, L, E)``, of the problem's `dtype` or in 16 bits; any strides
     grad_lse: np.ndarray | None  #: ``(*lead, H, L)``, of `dtype`, C-contiguous
     wrt: frozenset[str]  #: some of `DIFFERENTIABLE`
-    #: That of the bias as given, with an axis for each one of the scores; or ``(H or 1, L + S - 1)``
-    bias_shape: tuple[int, ...]
+    bias: tuple[Sums, ...]  #: what the gradient of each part of the bias is made of
     query_factors: np.ndarray | None  #: ``(H,)``, by which the caller's query was multiplied
-    by_diagonals: bool = False  #: a bias object's gradient is first summed along the diagonals of the scores
 
     def of_heads(self, heads: slice) -> Backward:
         """The call of some query heads, as many of each key/value head."""
@@ -73,14 +72,13 @@ class Backward(NamedTuple):
 
     def zeros(self) -> Gradients:
         """Room for the gradients that are asked for."""
-        shapes = {name: getattr(self.problem, name).shape for name in self.wrt} | {"bias": self.bias_shape}
-        dtypes = {"bias": FLOAT64, "sinks": FLOAT64}
-        return Gradients(
-            *(
-                np.zeros(shapes[name], dtypes.get(name, self.problem.dtype)) if name in self.wrt else None
-                for name in Gradients._fields
-            )
-        )
+        found: dict[str, Any] = dict.fromkeys(Gradients._fields)
+        for name in self.wrt - {"bias"}:
+            dtype = FLOAT64 if name == "sinks" else self.problem.dtype
+            found[name] = np.zeros(getattr(self.problem, name).shape, dtype)
+        if "bias" in self.wrt:
+            found["bias"] = {sums: np.zeros(sums.shape) for sums in self.bias}
+        return Gradients(**found)
 
 
 def sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -101,13 +99,13 @@ class Gradients(NamedTuple, Generic[Gradient]):
     Each has its argument's shape and dtype, float64 for one of integers, and is C-contiguous.
     """
 
-    # What a backend returns is of a `Problem`, with all leading axes and of its dtype; of the bias it has
-    # `Backward.bias_shape`, and may be float64, as that of the sinks is.
+    # What a backend returns is of a `Problem`, with all leading axes and of its dtype. Of the bias it is a
+    # dict of arrays by `Sums`, those of `Backward.bias`, which may be float64, as that of the sinks is.
 
     query: Gradient  # an array where `wrt` is its default
     key: Gradient
     value: Gradient
-    bias: np.ndarray | None
+    bias: Any  #: an array, or tuples of arrays where the bias is a tuple, a sum or a `biases.Grid`
     sinks: np.ndarray | None
 
     def __repr__(self) -> str:

@@ -26,6 +26,7 @@ from fastattn._call.arguments import (
     as_mask,
     as_rows,
     as_shape,
+    bias_parts,
     broadcast_scores,
     check_bool,
     check_causal,
@@ -57,7 +58,7 @@ from fastattn._machine.device import (
     in_library_of,
     place,
 )
-from fastattn.biases import Bias, is_bias_dtype
+from fastattn.biases import Bias, Relative, Sums, Term, arrays_of, is_bias_dtype
 from fastattn.masks import base
 from fastattn.masks.map import Band, Block, Documents, Size, bounded, make_intervals
 
@@ -278,9 +279,9 @@ def normalize_backward(
 
     arrays = [as_array(x, name) for x, name in named(query, key, value)]
     others = {"grad_out": grad_out, "out": out, "lse": lse}
-    others |= {name: options[name] for name in ("grad_lse", "bias", "sinks")}
-    if isinstance(others["bias"], Bias):
-        del others["bias"]
+    others |= {name: options[name] for name in ("grad_lse", "sinks")}
+    parts = bias_parts(options["bias"])
+    others |= {name: part for name, part in parts if not isinstance(part, Bias)}
     for x, name in (*named(*arrays), *((x, name) for name, x in others.items())):
         if (array := as_device_array(x, name)) is not None:
             raise TypeError(
@@ -295,7 +296,7 @@ def normalize_backward(
         q, k, v = arrays
         inputs, lowered = _packed(q, k, v, options, *cu_seqlens)
     grad_lse = options["grad_lse"]
-    bias, given = _bias_of_scores(options["bias"], inputs), options["bias"]
+    bias = _bias_of_scores(options["bias"], inputs)
     numbers = _numbers(inputs, options)
     _, rows = _result_shapes(inputs)
 
@@ -307,7 +308,7 @@ def normalize_backward(
     problem = _problem(inputs, results, band, lowered, bias, numbers)
     names = check_wrt(options["wrt"], DIFFERENTIABLE)
     for name in names:
-        if getattr(problem, name) is None:
+        if (name == "bias" and not parts) or (name == "sinks" and problem.sinks is None):
             raise ValueError(f"wrt names {name}, which is not given")
     return Backward(
         problem=problem,
@@ -315,9 +316,8 @@ def normalize_backward(
         grad_out=as_result(grad_out, "grad_out", inputs),
         grad_lse=None if grad_lse is None else sums(grad_lse, "grad_lse"),
         wrt=frozenset(names),
-        bias_shape=_gradient_shape(given, inputs),
+        bias=tuple(_sums_of_gradient(part, inputs) for _, part in parts),
         query_factors=numbers["scale"] if isinstance(numbers["scale"], np.ndarray) else None,
-        by_diagonals=isinstance(given, Bias),
     )
 
 
@@ -378,7 +378,8 @@ def _packed(
     position = queries + at_end if is_at_end else queries
     start, stop = np.maximum(position - left, first), np.minimum(position + (right + 1), last)
     keys = make_intervals(start, stop, S)
-    if isinstance(options["bias"], Bias) and not np.array_equal(starts_q, starts_k):
+    has_relative = any(isinstance(part, Relative) for _, part in bias_parts(options["bias"]))
+    if has_relative and not np.array_equal(starts_q, starts_k):
         raise ValueError("bias: an object needs as many keys as queries in each document; give an array")
     mask, lowered = _mask(inputs, options), base.Lowered(keys.start, keys.stop)
     if mask is not None:
@@ -411,7 +412,7 @@ def normalize_sdpa(
     lead, H, L, S = inputs.sizes
     attn_mask, options = options["mask"], DEFAULTS | options
     band = _band(inputs, options)
-    mask = bias = None
+    mask, bias = None, ()
     if attn_mask is not None:
         if isinstance(attn_mask, (bool, int, float, str)):  # an argument that was given one place too early
             raise TypeError(f"attn_mask must be an array, got {attn_mask!r}; is_causal and scale go by name")
@@ -425,7 +426,7 @@ def normalize_sdpa(
         if array.dtype.kind == "b":
             mask = masks.Dense(array)
         else:
-            bias = array
+            bias = (array,)
     return _assemble(inputs, band, _lower(mask, inputs, band), bias, options)
 
 
@@ -608,29 +609,29 @@ def _reach(causal: bool | str, window: tuple[int | None, int | None] | None) -> 
     return left, right if causal is False else 0, at_end
 
 
-def _gradient_shape(bias: ArrayLike | Bias | None, inputs: _Inputs) -> tuple[int, ...]:
-    """See `Backward.bias_shape`."""
-    if bias is None:
-        return ()
-    if isinstance(bias, Bias):
-        return bias._diagonals(inputs.sizes.L, inputs.sizes.S)
-    shape = np.shape(as_array(bias, "bias"))
-    return (1,) * (inputs.query.ndim - len(shape)) + shape
+def _sums_of_gradient(part: ArrayLike | Bias, inputs: _Inputs) -> Sums:
+    """What the gradient of a part of the bias is made of."""
+    if isinstance(part, Bias):
+        return part._sums(inputs.sizes)
+    shape = np.shape(as_array(part, "bias"))
+    return Sums((1,) * (inputs.query.ndim - len(shape)) + shape)
 
 
-def _bias_of_scores(bias: ArrayLike | Bias | None, inputs: _Inputs) -> np.ndarray | None:
-    """A bias as a view of the shape of the scores."""
-    if bias is None:
-        return None
+def _bias_of_scores(bias: Any, inputs: _Inputs) -> tuple[Term, ...]:
+    """The terms of a bias, as views of the shape of the scores."""
     lead, H, L, S = inputs.sizes
-    if isinstance(bias, Bias):
-        if isinstance(inputs.query, DeviceArray):
+    terms: list[Term] = []
+    for name, part in bias_parts(bias):
+        if not isinstance(part, Bias):
+            terms.append(broadcast_scores(as_bias(part, name), (*lead, H, L, S), name, inputs.flat))
+        elif isinstance(inputs.query, DeviceArray):
             raise TypeError(
-                f"bias: {bias!r} is read on the host, and query is on {place(inputs.query)}: "
+                f"{name}: {part!r} is read on the host, and query is on {place(inputs.query)}: "
                 f"say bias=bias.materialize({H}, {L}, {S}), there"
             )
-        return broadcast_to(bias._lower(H, L, S, inputs.dtype), (*lead, H, L, S), "bias")
-    return broadcast_scores(as_bias(bias), (*lead, H, L, S), "bias", inputs.flat)
+        else:
+            terms.append(part._lower(inputs.sizes, inputs.dtype))
+    return tuple(terms)
 
 
 # Numbers, sinks and results ------------------------------------------------------------------------
@@ -640,7 +641,7 @@ def _assemble(
     inputs: _Inputs,
     band: Band | None,
     lowered: base.Lowered,
-    bias: np.ndarray | None,
+    bias: tuple[Term, ...],
     options: dict[str, Any],
     may_fail: bool = False,
 ) -> Request:
@@ -648,7 +649,9 @@ def _assemble(
     numbers = _numbers(inputs, options)
     return_lse, return_weights = options["return_lse"], check_return_weights(options["return_weights"])
     check_bool(return_lse, "return_lse")
-    reads = {"bias": bias, "mask": lowered.dense, "sinks": numbers["sinks"]}
+    of_bias = [array for term in bias for array in arrays_of(term)]
+    reads = {f"bias[{n}]" if n else "bias": array for n, array in enumerate(of_bias)}
+    reads |= {"mask": lowered.dense, "sinks": numbers["sinks"]}
     out, staged, target = room_for_out(inputs, options["out"], reads, may_fail)
     query, dtype, flat = inputs.query, inputs.dtype, inputs.flat
     _, rows = _result_shapes(inputs)
@@ -715,7 +718,7 @@ def _problem(
     results: tuple[Any, Any, Any],
     band: Band | None,
     lowered: base.Lowered,
-    bias: np.ndarray | None,
+    bias: tuple[Term, ...],
     numbers: dict[str, Any],
 ) -> Problem[Any]:
     query, key, value, dtype, *_ = inputs

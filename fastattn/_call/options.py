@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     BackendName: TypeAlias = Literal["cython", "numba", "reference", "cuda"]
     CausalRule: TypeAlias = bool | Align
+    BiasLike: TypeAlias = ArrayLike | Bias | tuple[ArrayLike | Bias, ...]
     RowsLike: TypeAlias = ArrayLike | Quantized | Paged  # keys or values
     LayoutName: TypeAlias = Literal["bhsd", "bshd"]
     WindowBounds: TypeAlias = tuple[int | None, int | None]
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     Weights = TypeVar("Weights", bound=bool | Mean)  #: the same of `return_weights`
 
     class _ScoreOptions(TypedDict, total=False):
-        bias: ArrayLike | Bias | None
+        bias: BiasLike | None
         window: WindowBounds | None
         scale: float | ArrayLike | None
         softcap: float | None

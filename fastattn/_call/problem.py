@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 import numpy as np
 
 from fastattn._call.storage import BFLOAT16, REAL, Rows, storage_code, storage_of
-from fastattn.masks.map import Band, Intervals, MaskMap, intersect
+from fastattn.biases import Gridded, Term
+from fastattn.masks.map import Band, Intervals, MaskMap, Size, intersect
 
 # Bounds on the sizes of one call, far beyond what memory holds, but axes of stride 0 can reach them. Within
 # them no number that a backend computes from sizes exceeds 63 bits: the largest is the bytes of all keys and
@@ -129,7 +130,9 @@ class Problem(NamedTuple, Generic[Array]):
     dtype: np.dtype  #: of the computation, float32 or float64, native
     scale: float
     softcap: float | None
-    bias: Array | None  #: ``(*lead, H, L, S)`` view; bfloat16, float16/32/64, any byte order and strides
+    #: What is added up to it: ``(*lead, H, L, S)`` views, bfloat16 or float16/32/64, of any byte order and
+    #: strides, and grids
+    bias: tuple[Term, ...]
     sinks: Array | None  #: ``(H,)``, of `dtype`, contiguous
     band: Band | None  #: of `causal`, `window` and `key_lengths`
     key_start: np.ndarray | None  #: ``(*lead, L)`` view, int64, in 0..S; None with key_stop
@@ -155,7 +158,7 @@ class Problem(NamedTuple, Generic[Array]):
             out=self.out,
             lse=self.lse,
             weights=self.weights,
-            bias=self.bias,
+            bias=self.plain_bias,
             dense=self.dense,
             key_start=self.key_start,
             key_stop=self.key_stop,
@@ -180,7 +183,9 @@ class Problem(NamedTuple, Generic[Array]):
         return self._replace(
             query=part(self.query),
             out=part(self.out),
-            bias=part(self.bias),
+            bias=tuple(
+                Gridded(*map(part, term)) if isinstance(term, Gridded) else part(term) for term in self.bias
+            ),
             sinks=sinks,
             dense=part(self.dense),
             lse=None,
@@ -192,14 +197,26 @@ class Problem(NamedTuple, Generic[Array]):
         """Which arrays are not plain float32 or float64, for backends that read no others; a float16 bias is
         read by all."""
         arrays: dict[str, Any] = {"query": self.query, "key": self.key, "value": self.value}
-        if self.bias is not None and storage_of(self.bias.dtype) == BFLOAT16:
-            arrays["bias"] = self.bias
+        for term in self.bias:
+            if not isinstance(term, Gridded) and storage_of(term.dtype) == BFLOAT16:
+                arrays["bias"] = term
         places = {n: " in pages" if isinstance(a, Rows) and a.page_size else "" for n, a in arrays.items()}
         return [
             f"{name} is {array.dtype.name}{places[name]}"
             for name, array in arrays.items()
             if storage_code(array) != REAL or places[name]
         ]
+
+    @property
+    def plain_bias(self) -> Array | None:
+        """The bias where it is one array, which is read in place."""
+        is_plain = len(self.bias) == 1 and not isinstance(self.bias[0], Gridded)
+        return self.bias[0] if is_plain else None
+
+    def summed_bias(self) -> list[str]:
+        """Why a backend that reads one array alone as a bias cannot take this one."""
+        is_sum = bool(self.bias) and self.plain_bias is None
+        return ["it reads one array as a bias, and this one is a sum"] if is_sum else []
 
     @property
     def device(self) -> str:
@@ -216,6 +233,10 @@ class Problem(NamedTuple, Generic[Array]):
         both = intersect(parts, self.len_k)
         shape = (*self.lead, self.len_q)
         return np.broadcast_to(both.start, shape), np.broadcast_to(both.stop, shape)
+
+    @property
+    def score_sizes(self) -> Size:
+        return Size(self.lead, self.num_heads, self.len_q, self.len_k)
 
     @property
     def lead(self) -> tuple[int, ...]:

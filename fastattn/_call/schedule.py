@@ -326,7 +326,7 @@ def needs_natural_scores(problem: AnyProblem) -> bool:
     A bias of any finite size must not overflow. A row with a sink alone has that sink as its lse, exactly.
     The caller's function sees scores as they are.
     """
-    return problem.bias is not None or problem.sinks is not None or problem.score_mod is not None
+    return bool(problem.bias) or problem.sinks is not None or problem.score_mod is not None
 
 
 @lru_cache(maxsize=1024)

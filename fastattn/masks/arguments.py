@@ -41,6 +41,8 @@ def show(value: Any) -> str:
 
 def show_shape(value: Any) -> str:
     """An array of any library by its dtype and shape; anything else as it is."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(show_shape, value))})"
     return f"<{value.dtype} {tuple(value.shape)}>" if hasattr(value, "dtype") else repr(value)
 
 

@@ -7,19 +7,22 @@ are padded to whole vectors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fastattn._call.gradients import LARGE_NORMS, LARGE_SCORE, Backward, Gradients, score_roundings, sum_to
+from fastattn._call.problem import FLOAT64, Problem
 from fastattn._call.schedule import Schedule
 from fastattn._machine.constants import LN2, LOG2E
 from fastattn.backends.cpu.fields import (
-    BIAS_NONE,
     BIAS_OF_DIAGONALS,
+    BIAS_OF_GRID,
     BIAS_OF_KEYS,
-    BIAS_OF_ROWS,
     BIAS_OF_SCORES,
 )
+from fastattn.backends.cpu.record import address_of
+from fastattn.biases import Sums
 
 LEAST_SCALE = 2.0**-20  #: smaller ones might make gradients of weights denormal
 
@@ -41,17 +44,17 @@ class Room:
     query: np.ndarray  #: (*lead, K, rows, D rounded up to whole vectors)
     key: np.ndarray  #: (*lead, K, S, D rounded up)
     value: np.ndarray  #: (*lead, K, S, E rounded up)
-    #: Of `Backward.bias_shape`; or float64, as (batch, H, S or L), or that shape of diagonals
-    bias: np.ndarray | None
-    bias_kind: int
-    bias_strides: np.ndarray  #: of `bias` broadcast to the scores, innermost first
-    #: (key tiles, query blocks), where heads or items share a bias; of diagonals, the task that adds next
-    bias_turns: np.ndarray | None
+    bias: dict[Sums, np.ndarray]  #: as `_room_for_sums` makes them
+    #: (sums, 4 + axes of the scores): kind, address, keys of a run, numbers of a row of a grid; the strides
+    #: of those that are broadcast to the scores, innermost first
+    bias_words: np.ndarray
+    bias_turns: np.ndarray | None  #: (key tiles, query blocks), where heads or items share BIAS_OF_SCORES
+    diagonal_turn: np.ndarray | None  #: of BIAS_OF_DIAGONALS, the task that adds next
 
 
 def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
-    """The inputs of a driver, and room for its outputs. bias, seen and bias_turns are 0. query, key and
-    value are not set: the driver sets them."""
+    """The inputs of a driver, and room for its outputs. bias, seen and turns are 0. query, key and value are
+    not set: the driver sets them."""
     problem = backward.problem
     sizes, dtype = problem.sizes, problem.dtype
     heads = (*problem.lead, sizes.num_kv_heads)
@@ -70,7 +73,7 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
     with np.errstate(invalid="ignore"):
         low = np.where(np.isfinite(high), base - high, 0)
     grad_scale, scale = 1.0, problem.scale
-    if problem.bias is None and LEAST_SCALE <= abs(scale) <= 1:
+    if not problem.bias and LEAST_SCALE <= abs(scale) <= 1:
         grad_scale, scale = scale, 1.0  # the whole scale is applied where grad_out is packed
     room = Room(
         grad_scale,
@@ -85,10 +88,10 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
         query=np.empty((*heads, sizes.rows, query_ld), dtype),
         key=np.empty((*heads, sizes.len_k, query_ld), dtype),
         value=np.empty((*heads, sizes.len_k, value_ld), dtype),
-        bias=None,
-        bias_kind=BIAS_NONE,
-        bias_strides=np.zeros(problem.query.ndim, np.intp),
+        bias={},
+        bias_words=np.zeros((0, 4 + problem.query.ndim), np.int64),
         bias_turns=None,
+        diagonal_turn=None,
     )
     if "bias" in backward.wrt:
         _make_room_for_bias(room, backward, schedule)
@@ -97,25 +100,38 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
 
 def _make_room_for_bias(room: Room, backward: Backward, schedule: Schedule) -> None:
     problem = backward.problem
-    batch, num_heads, len_q, len_k = problem.batch, problem.num_heads, problem.len_q, problem.len_k
-    shape = backward.bias_shape
-    if backward.by_diagonals:
-        room.bias, room.bias_kind = np.zeros(shape), BIAS_OF_DIAGONALS
-        room.bias_strides[2] = room.bias.strides[0] if shape[0] > 1 else 0
-        room.bias_turns = np.zeros(1, np.int64)
-        return
-    if shape[-1] < len_k:
-        room.bias, room.bias_kind = np.zeros((batch, num_heads, len_q)), BIAS_OF_ROWS
-        return
-    if shape[-2] < len_q:
-        room.bias, room.bias_kind = np.zeros((batch, num_heads, len_k)), BIAS_OF_KEYS
-        return
+    words = []
+    for sums in dict.fromkeys(backward.bias):
+        room.bias[sums], *of_sums = _room_for_sums(sums, problem)
+        words.append(of_sums)
+        shares = of_sums[0] == BIAS_OF_SCORES and sums.shape[:-2] != (*problem.lead, problem.num_heads)
+        if shares and room.bias_turns is None:
+            room.bias_turns = np.zeros((-(-problem.len_k // schedule.block_k), schedule.n_blocks), np.int64)
+        if sums.by_diagonals:
+            room.diagonal_turn = np.zeros(1, np.int64)
+    room.bias_words = np.array(words, np.int64)
+
+
+def _room_for_sums(sums: Sums, problem: Problem) -> tuple[Any, ...]:
+    """What a driver adds to, and its words of `Room.bias_words`."""
+    heads, len_q, len_k = (*problem.lead, problem.num_heads), problem.len_q, problem.len_k
+    shape, run, dtype = sums.shape, len_k, FLOAT64
+    if sums.by_diagonals:
+        kind = BIAS_OF_DIAGONALS
+    elif sums.run is not None:
+        kind, run = BIAS_OF_GRID, sums.run
+    elif shape[-1] < len_k:
+        kind, shape = BIAS_OF_GRID, (*heads, len_q, 1)
+    elif shape[-2] < len_q:
+        kind, shape = BIAS_OF_KEYS, (*heads, 1, len_k)
+    else:
+        kind, dtype = BIAS_OF_SCORES, problem.dtype
     # np.full writes every page, np.zeros none. Threads that add to unwritten pages interrupt one another.
-    room.bias, room.bias_kind = np.full(shape, 0, problem.dtype), BIAS_OF_SCORES
-    full = np.broadcast_to(room.bias, (*problem.lead, num_heads, len_q, len_k))
-    room.bias_strides = np.array(full.strides[::-1], np.intp)
-    if shape[:-2] != (*problem.lead, num_heads):
-        room.bias_turns = np.zeros((-(-len_k // schedule.block_k), schedule.n_blocks), np.int64)
+    array = np.full(shape, 0, dtype)
+    strides = (0,) * problem.query.ndim
+    if kind == BIAS_OF_SCORES:
+        strides = np.broadcast_to(array, (*heads, len_q, len_k)).strides[::-1]
+    return array, kind, address_of(array), run, shape[-1], *strides
 
 
 def gradients_of(backward: Backward, room: Room) -> Gradients:
@@ -129,13 +145,8 @@ def gradients_of(backward: Backward, room: Room) -> Gradients:
         split = rows.reshape(*heads, sizes.len_q, sizes.group_size, *rows.shape[len(heads) + 1 :])
         return split.swapaxes(len(heads), len(heads) + 1).reshape(shape)
 
-    bias = sinks = None
-    if room.bias is not None:
-        bias = room.bias
-        if room.bias_kind in (BIAS_OF_ROWS, BIAS_OF_KEYS):
-            sums = bias.reshape(*problem.lead, sizes.num_heads, -1)
-            bias = sums[..., None] if room.bias_kind == BIAS_OF_ROWS else sums[..., None, :]
-            bias = sum_to(bias, backward.bias_shape)
+    sinks = None
+    bias = {sums: sum_to(array, sums.shape) for sums, array in room.bias.items()} if "bias" in wrt else None
     if room.seen is not None and problem.sinks is not None:
         # A row without keys has its sink alone, which nothing depends on.
         some = by_head(room.seen[..., : sizes.rows], backward.lse.shape)

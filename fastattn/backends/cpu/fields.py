@@ -21,9 +21,10 @@ MARK_FLOAT64 = 0x7FFC000000000000
 MARK_BITS = 21
 MARKS = {4: MARK_FLOAT32, 8: MARK_FLOAT64}  #: by itemsize
 
-#: Axes of the scores that are summed for the gradient of the bias, beside heads and items: none, queries, or
-#: keys (and queries, which are added up later).
-BIAS_NONE, BIAS_OF_SCORES, BIAS_OF_KEYS, BIAS_OF_ROWS, BIAS_OF_DIAGONALS = range(5)
+#: What the gradients of scores are added up to for that of a bias, see `fastattn.biases.Sums`: each itself,
+#: or those of one key, of one row and column of a grid of keys, or of one diagonal. A bias for each query is
+#: a grid of one row and no column. Sums over heads and items are made later, but of BIAS_OF_SCORES.
+BIAS_OF_SCORES, BIAS_OF_KEYS, BIAS_OF_GRID, BIAS_OF_DIAGONALS = range(4)
 
 
 class Epilogue(NamedTuple):
@@ -65,6 +66,7 @@ COUNTS = (
     "key_page_size", "value_page_size",  # keys of a page; 0 where they are not in pages
     "out_nbytes", "weights_nbytes", "bias_nbytes", "dense_nbytes",  # of an element
     "bias_swapped", "convert_bias",
+    "n_bias_terms",  # of a bias that is a sum, see `TERM`; else 0
     "tile_q", "tile_k",  # of the mask map
     "lanes", "uses_split_kv", "block_k", "n_vectors", "n_blocks", "max_lanes", "n_tasks",
     "query_ld", "acc_ld",  # row tiles: elements from one row to the next
@@ -95,6 +97,14 @@ VIEWS = (
     "query", "key", "value", "out", "lse", "weights", "bias", "dense", "key_start", "key_stop", "mask_index",
     "key_lengths", "key_scale", "value_scale", "key_table", "value_table", "key_scale_table",
     "value_scale_table",
+)  # fmt: skip
+
+#: Of a bias that is a sum each term has these words, behind the lengths of the leading axes: an array, and of
+#: a grid the rows that are added to it. `run` is the keys of a row, which are as many as the array's columns.
+#: Then follow the strides of the leading axes, innermost first, of the array and of the rows.
+TERM = (
+    "data", "col", "row", "head", "rows_data", "rows_col", "rows_row", "rows_head",
+    "run", "storage", "nbytes", "swapped", "converts",
 )  # fmt: skip
 
 #: Tiles of a thread, each aligned to a cache line of its scratch memory, and the C type of their elements.

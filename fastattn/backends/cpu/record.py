@@ -23,8 +23,10 @@ from fastattn.backends.cpu.fields import (
     OFFSETS,
     REALS,
     SCRATCH,
+    TERM,
     VIEWS,
 )
+from fastattn.biases import Gridded
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,6 +73,9 @@ def write_record(problem: Problem, schedule: Schedule, target: Target, **larger:
         else:
             views += (*_ZEROS_OF_VIEW[: 1 + missing], *strides)
     views += problem.lead[::-1]
+    if fields["n_bias_terms"]:
+        for term in problem.bias:
+            views += _words_of_term(term, problem)
     return _HEADER.pack(*fields.values()), struct.pack(f"={len(views)}q", *views)
 
 
@@ -83,6 +88,24 @@ def _strides(problem: Problem, n_lead: int) -> list[tuple[int, ...]]:
             strides[VIEWS.index(name)] = rows.strides
             strides[VIEWS.index(f"{name}_scale")] = rows.scale_strides
     return strides
+
+
+def _words_of_term(term: Any, problem: Problem) -> list[int]:
+    """A term of a bias as the words of `TERM`."""
+    n_lead = problem.query.ndim - 3
+    rows, array = term if isinstance(term, Gridded) else (None, term)
+    head, row, col = array.strides[n_lead:]
+    words = dict.fromkeys(TERM, 0) | {
+        "data": address_of(array), "col": col, "row": row, "head": head, "run": array.shape[-1],
+        "storage": storage_code(array), "nbytes": array.itemsize, "swapped": not array.dtype.isnative,
+        "converts": array.dtype != problem.dtype or col != array.itemsize,
+    }  # fmt: skip
+    leads = array.strides[:n_lead][::-1]
+    if rows is None:
+        return [*words.values(), *leads, *(0,) * n_lead]
+    head, row, col = rows.strides[n_lead:]
+    words |= {"rows_data": address_of(rows), "rows_col": col, "rows_row": row, "rows_head": head}
+    return [*words.values(), *leads, *rows.strides[:n_lead][::-1]]
 
 
 def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
@@ -106,8 +129,10 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
         fields["weights_nbytes"] = problem.weights.itemsize
     fields["has_lse"] = problem.lse is not None
     fields["has_weights"] = problem.weights is not None
-    if (bias := problem.bias) is not None:
-        fields["has_bias"] = True
+    fields["has_bias"] = bool(problem.bias)
+    if (bias := problem.plain_bias) is None:
+        fields["n_bias_terms"] = fields["convert_bias"] = len(problem.bias)
+    else:
         fields["bias_nbytes"] = bias.itemsize
         fields["bias_storage"] = storage_code(bias)
         fields["bias_swapped"] = not bias.dtype.isnative
@@ -236,10 +261,11 @@ def _lay_out(
     if fields["value_storage"] and fields["packs_values"]:
         staged = max(staged, tile * value_dim)
     mask_words = block_k // WORD * ld * 4
+    converted = block_k * (line + itemsize) if fields["convert_bias"] else 0  # the bias, and a row of a term
     nbytes = _NO_TILES | dict.fromkeys(_REAL_EACH_LANE, line) | dict.fromkeys(_WORD_EACH_LANE, pointers)
     nbytes |= {
         "query": query, "scores": block_k * line, "acc": acc, "inverse": 2 * line, "words": mask_words,
-        "prefetch": 2 * pointers + 8 * block_k, "converted": block_k * line if fields["convert_bias"] else 0,
+        "prefetch": 2 * pointers + 8 * block_k, "converted": converted,
         "clean": tile * value_dim if fields["is_masked"] or fields["may_mask"] else 0, "key_copy": key_copy,
         "value_copy": value_copy, "staged": staged, "staged_rows": pointers if staged else 0,
     }  # fmt: skip

@@ -26,6 +26,7 @@ class CudaBackend(Backend):
         reasons = [] if problem.dropout is None else ["it drops no weights"]
         if problem.mean_dtype is not None:
             reasons.append("it averages no weights: return_weights=True gives those of each head")
+        reasons += problem.summed_bias()
         stored = problem.stored()
         if not stored and problem.out.dtype != problem.dtype:
             stored = [f"the result is {problem.out.dtype.name}"]

@@ -31,7 +31,7 @@ def run(problem: AnyProblem) -> None:
         for array in made:
             stream.make(array.memory, filled_with_zeros=array is problem.weights)
         if problem.batch * problem.num_heads * problem.len_q > 0:
-            read = problem.query, problem.key, problem.value, problem.bias, problem.dense, problem.sinks
+            read = problem.query, problem.key, problem.value, problem.plain_bias, problem.dense, problem.sinks
             mods = (mod for mod in (problem.score_mod, problem.mask_mod) if mod is not None)
             for array in (*read, problem.out, *(value for mod in mods for value in mod.aux)):
                 if isinstance(array, DeviceArray):
@@ -59,7 +59,7 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
     key_start, key_stop = problem.intervals()
     q, k, v = (staged(array, dtype) for array in (problem.query, problem.key, problem.value))
     start, stop = (staged(array, np.int32) for array in (key_start, key_stop))
-    dense, bias = staged(problem.dense, bool), staged(problem.bias, dtype)
+    dense, bias = staged(problem.dense, bool), staged(problem.plain_bias, dtype)
     sinks = staged(problem.sinks, dtype)
     index = staged(None if mask_map is None else mask_map.index, np.int32)
     bits = staged(None if mask_map is None else mask_map.bits, np.uint32)
@@ -143,7 +143,7 @@ def _form(problem: AnyProblem, shape: Shape, has_intervals: bool, are_packed: bo
     )
     return Form(
         str(problem.dtype), shape, has_intervals, problem.dense is not None, problem.mask_map is not None,
-        problem.bias is not None, problem.softcap is not None, problem.sinks is not None,
+        bool(problem.bias), problem.softcap is not None, problem.sinks is not None,
         problem.score_mod is not None, problem.mask_mod is not None, is_natural,
         D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0,
         D % shape.span == E % shape.span == 0 and are_packed, result,

@@ -35,7 +35,7 @@ cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
     if g.bias_turns != NULL:
         bias_turn = g.bias_turns + number * job.n_blocks + tile.index
         fastattn_wait_for_turn(bias_turn, tile.head)
-    if tile.state != TILE_EMPTY and g.bias_kind != BIAS_NONE:
+    if tile.state != TILE_EMPTY and g.n_bias_sums:
         add_to_bias(job, g, w, t, block, tile)
     if g.bias_turns != NULL:
         pass_bias_turns(job, g, tile, g.bias_turns + number * job.n_blocks)
@@ -236,8 +236,9 @@ def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, in
     cdef Job *forward = new_job(forward_record[0], forward_record[1])
     cdef Gradients g
     cdef cnp.ndarray base = room.base, query = room.query, value = room.value, turns, of_blocks, reads
+    cdef cnp.ndarray words = room.bias_words
     cdef bint done
-    cdef Py_ssize_t n_blocks
+    cdef Py_ssize_t n_blocks, number
     set_addresses(job, tuple(arrays))
     set_addresses(forward, tuple(forward_arrays))
     memset(&g, 0, sizeof(Gradients))
@@ -273,13 +274,12 @@ def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, in
     g.is_large = g.nonfinite + n_blocks
     if all_large:
         memset(g.is_large, 1, n_blocks)
-    g.bias_kind = room.bias_kind
-    g.bias = <char *>address_of(room.bias)
-    if g.bias_kind == BIAS_OF_DIAGONALS:
-        g.diagonal_turn = <int64_t *>address_of(room.bias_turns)
-    else:
-        g.bias_turns = <int64_t *>address_of(room.bias_turns)
-    g.bias_strides = <const Py_ssize_t *>address_of(room.bias_strides)
+    g.bias_sums = <const int64_t *>address_of(words)
+    g.n_bias_sums = words.shape[0]
+    for number in range(g.n_bias_sums):
+        g.has_grids |= bias_sums(job, &g, number).kind == BIAS_OF_GRID
+    g.bias_turns = <int64_t *>address_of(room.bias_turns)
+    g.diagonal_turn = <int64_t *>address_of(room.diagonal_turn)
     with nogil:
         done = run_stage(&g, STAGE_PREPARE, n_blocks, num_threads)
         if done and memchr(g.is_large, 1, n_blocks) != NULL:

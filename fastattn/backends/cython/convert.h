@@ -1,4 +1,5 @@
-/* Copies of rows of a caller's array that kernels do not read in place: of another type, or with gaps. */
+/* Copies of rows of a caller's array that kernels do not read in place, of another type or with gaps; and sums of tiles that
+ * the gradient of a bias is made of. */
 #ifndef FASTATTN_CONVERT_H
 #define FASTATTN_CONVERT_H
 
@@ -49,6 +50,29 @@ static inline void fastattn_copy_rows(char *to, const char *from, ptrdiff_t row,
             for (ptrdiff_t c = 0; c < n_cols; c++) memcpy(to + c * 4, from + c * col, 4);
         } else {
             for (ptrdiff_t c = 0; c < n_cols; c++) memcpy(to + c * 8, from + c * col, 8);
+        }
+    }
+}
+
+/* sums[n][lane], of ld lanes: of a tile's keys in row n of a grid, from the row of its first key on, and then of those in
+ * one column, from that of its first key on. That key is the element `first` of its row, and a row has `run` keys. */
+static inline void fastattn_sum_grid(double *sums, const char *tile, int itemsize, ptrdiff_t ld, ptrdiff_t n_keys,
+                                     ptrdiff_t first, ptrdiff_t run) {
+    const ptrdiff_t n_rows = (first + n_keys - 1) / run + 1, n_columns = n_keys < run ? n_keys : run;
+    memset(sums, 0, (size_t)((n_rows + n_columns) * ld) * sizeof(double));
+    for (ptrdiff_t j = 0; j < n_keys; j++) {
+        double *const row = sums + (first + j) / run * ld, *const column = sums + (n_rows + j % run) * ld;
+        for (ptrdiff_t lane = 0; lane < ld; lane++) {
+            float single;
+            double x;
+            if (itemsize == 4) {
+                memcpy(&single, tile + (j * ld + lane) * 4, 4);
+                x = single;
+            } else {
+                memcpy(&x, tile + (j * ld + lane) * 8, 8);
+            }
+            row[lane] += x;
+            column[lane] += x;
         }
     }
 }

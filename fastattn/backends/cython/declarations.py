@@ -57,6 +57,7 @@ def record(fields: dict[str, Any]) -> str:
             *(f"double {name}" for name in fields["REALS"]),
             *(f"View {name}" for name in views),
         ],
+        "cdef struct BiasTerm": [f"int64_t {name}" for name in fields["TERM"]],
         "cdef struct Scratch": state,
         "cdef inline void find_scratch_tiles(const Job *job, char *base, Scratch *w) noexcept nogil": [
             "w.base = base",

@@ -184,7 +184,7 @@ cdef Job *new_job(bytes fields, bytes views) except NULL:
         memcpy(leads, view + 4, n_lead * sizeof(int64_t))
         view += 4 + n_lead
         leads += n_lead
-    memcpy(leads, view, n_lead * sizeof(int64_t))
+    memcpy(leads, view, len(views) - (<const char *>view - <const char *>views))
     return job
 
 

@@ -97,19 +97,53 @@ cdef inline void adjust_scores(Job *job, Scratch *w, const Block *block, const S
 
 cdef void find_bias_rows(const Job *job, Scratch *w, const Block *block, Py_ssize_t key0,
                          Py_ssize_t n_keys) noexcept nogil:
-    """The bias of each lane at the tile's keys, in the compute type and without gaps: in place, or converted."""
-    cdef Py_ssize_t lane
+    """The bias of each lane at the tile's keys, in the compute type and without gaps: in place, converted, or added up."""
+    cdef Py_ssize_t lane, number
     cdef char *row
     for lane in range(block.ld):
+        w.bias_rows[lane] = w.converted + lane * n_keys * job.itemsize
+        if job.n_bias_terms:
+            continue
         row = lane_row(w, &job.bias, block.bias, lane) + key0 * job.bias.col
-        w.bias_rows[lane] = row
         if job.convert_bias:
-            w.bias_rows[lane] = w.converted + lane * n_keys * job.itemsize
-            if job.bias_storage:
-                load_row(job, w.bias_rows[lane], row, job.bias.col, job.bias_storage, n_keys)
-            else:
-                fastattn_convert_row(w.bias_rows[lane], <int>job.itemsize, row, job.bias_nbytes, job.bias_swapped,
-                                     job.bias.col, n_keys)
+            convert_bias(job, w.bias_rows[lane], row, job.bias.col, job.bias_storage, job.bias_nbytes, job.bias_swapped,
+                         n_keys)
+        else:
+            w.bias_rows[lane] = row
+    for number in range(job.n_bias_terms):
+        add_bias_term(job, w, block, number, key0, n_keys)
+
+
+cdef inline void convert_bias(const Job *job, char *to, const char *row, Py_ssize_t col, int64_t storage, int64_t nbytes,
+                              int64_t swapped, Py_ssize_t n_keys) noexcept nogil:
+    """Elements of a row, col bytes apart, in the compute type."""
+    if storage:
+        load_row(job, to, row, col, storage, n_keys)
+    else:
+        fastattn_convert_row(to, <int>job.itemsize, row, <int>nbytes, swapped, col, n_keys)
+
+
+cdef void add_bias_term(const Job *job, Scratch *w, const Block *block, Py_ssize_t number, Py_ssize_t key0,
+                        Py_ssize_t n_keys) noexcept nogil:
+    """Adds a term of the bias to w.bias_rows; the first one sets them."""
+    cdef const BiasTerm *term = bias_term(job, number)
+    cdef const int64_t *leads = <const int64_t *>(term + 1)
+    cdef const char *item = <const char *>term.data + item_offset(job, leads, block.item)
+    cdef const char *rows_of_item = NULL
+    cdef char *converted = w.converted + block.ld * n_keys * job.itemsize
+    cdef const char *at
+    cdef const char *rows = NULL
+    cdef Py_ssize_t lane, key = 0 if term.converts else key0
+    if term.rows_data:
+        rows_of_item = <const char *>term.rows_data + item_offset(job, leads + job.n_lead, block.item)
+    for lane in range(block.ld):
+        at = item + w.row_h[lane] * term.head + w.row_i[lane] * term.row
+        if term.converts:
+            convert_bias(job, converted, at + key0 * term.col, term.col, term.storage, term.nbytes, term.swapped, n_keys)
+            at = converted
+        if rows_of_item != NULL:
+            rows = rows_of_item + w.row_h[lane] * term.rows_head + w.row_i[lane] * term.rows_row
+        kernels_of(job).add_bias(w.bias_rows[lane], at, rows, term.rows_col, term.run, key, n_keys, number > 0)
 
 
 cdef void note_outside(Job *job, const Scratch *w, const Block *block, const ScoreTile *s) noexcept nogil:

@@ -41,15 +41,14 @@ cdef struct Gradients:
     char *query              # (heads, rows, query_ld)
     char *key                # (heads, len_k, query_ld)
     char *value              # (heads, len_k, value_ld)
-    char *bias               # BIAS_OF_SCORES: of the compute type; else double: (batch, H, len_k or len_q), or of diagonals
-                             # (H or 1, len_q + len_k - 1)
+    const int64_t *bias_sums # `Room.bias_words`: what is added up for the gradient of the bias
     int64_t *turns           # (heads, n_blocks)
     int64_t *bias_turns      # (n_key_tiles, n_blocks), where heads or items share a bias
     int64_t *diagonal_turn   # BIAS_OF_DIAGONALS: the task that adds its sums next
     Py_ssize_t padded_rows, query_ld, value_ld, heads
     Py_ssize_t task_tiles    # key tiles of a task
-    const Py_ssize_t *bias_strides   # innermost first, 0 where the bias is broadcast
-    int bias_kind
+    Py_ssize_t n_bias_sums
+    bint has_grids           # BIAS_OF_GRID is among them
     bint wants_query, wants_key, wants_value
     double grad_scale        # the part of the scale that `delta` and the products of grad_out and values have
     double scale             # the rest
@@ -61,6 +60,15 @@ cdef struct Gradients:
     Stage stage
 
 
+cdef struct BiasSums:
+    # The words of one of them: double, but for BIAS_OF_SCORES. The strides of a bias follow, innermost first, 0 where it is
+    # broadcast.
+    int64_t kind
+    int64_t at               # BIAS_OF_KEYS: (batch, H, len_k); _OF_GRID: (batch, H, len_q, width); _OF_DIAGONALS:
+                             # (H, len_q + len_k - 1)
+    int64_t run, width       # _OF_GRID: the keys of a row; its rows and columns, or 1 of one row without columns
+
+
 cdef struct Tiles:
     # One thread's tiles, beside its Scratch.
     char *keys           # rows of the task, each padded with zeros to whole vectors
@@ -70,7 +78,7 @@ cdef struct Tiles:
     char *grad_rows
     char *change         # the products of grad_out and values, then the gradients of the scores
     char *capped         # scores after the soft-cap, before bias and mask
-    double *row_sums     # of `change`, where they are the gradient of the bias
+    double *grids        # of each of the BiasSums of a grid: sums of `change` over the keys of its rows and of its columns
     char *band           # BIAS_OF_DIAGONALS: sums along the diagonals of a tile, of each head of the group
     double *diagonals    # and of the task, (group, len_q + task_keys)
     Py_ssize_t task_keys
@@ -95,6 +103,15 @@ cdef struct Tile:
     bint sets_keys      # no earlier query block has added to the gradients of these keys and values
 
 
+cdef inline const BiasSums *bias_sums(const Job *job, const Gradients *g, Py_ssize_t number) noexcept nogil:
+    return <const BiasSums *>(g.bias_sums + number * (<Py_ssize_t>sizeof(BiasSums) // 8 + 3 + job.n_lead))
+
+
+cdef inline Py_ssize_t grid_sums(const Job *job) noexcept nogil:
+    """Room for the sums of a tile: of its keys, and of one row more than they fill."""
+    return (job.block_k + 3) * job.max_lanes
+
+
 cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles *t) noexcept nogil:
     """Sets the addresses of a thread's tiles from `base` on, a cache line; returns their size in bytes."""
     cdef Py_ssize_t size = job.itemsize, lanes = job.max_lanes, keys = g.task_tiles * job.block_k
@@ -109,8 +126,9 @@ cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles 
     t.grad_rows = take(&at, lanes * v)
     t.change = take(&at, job.block_k * lanes * size)
     t.capped = take(&at, job.block_k * lanes * size if job.softcap > 0 else 0)
-    t.row_sums = <double *>take(&at, lanes * sizeof(double))
-    if g.bias_kind == BIAS_OF_DIAGONALS:
+    if g.has_grids:
+        t.grids = <double *>take(&at, g.n_bias_sums * grid_sums(job) * sizeof(double))
+    if g.diagonal_turn != NULL:
         t.band = take(&at, job.group_size * (lanes + job.block_k) * size)
         t.diagonals = <double *>take(&at, job.group_size * (job.len_q + keys) * sizeof(double))
     t.clean_keys = take(&at, masks * job.block_k * q)
@@ -298,50 +316,86 @@ cdef void add_to_diagonals(const Job *job, Scratch *w, Tiles *t, const Block *bl
 cdef void add_diagonals(const Job *job, const Gradients *g, const Tiles *t, Py_ssize_t task, Py_ssize_t key0,
                         Py_ssize_t n_keys) noexcept nogil:
     """Adds the sums of a task to those of all, which tasks do in their order."""
-    cdef Py_ssize_t first_head = task % g.heads % job.num_kv_heads * job.group_size, h, m
+    cdef Py_ssize_t first_head = task % g.heads % job.num_kv_heads * job.group_size, number, h, m
     cdef double *to
     cdef const double *sums
     fastattn_wait_for_turn(g.diagonal_turn, task)
-    for h in range(job.group_size):
-        to = <double *>(g.bias + (first_head + h) * g.bias_strides[2]) + key0
-        sums = t.diagonals + h * (job.len_q + t.task_keys)
-        for m in range(job.len_q + n_keys - 1):
-            to[m] += sums[m]
+    for number in range(g.n_bias_sums):
+        if bias_sums(job, g, number).kind != BIAS_OF_DIAGONALS:
+            continue
+        for h in range(job.group_size):
+            to = <double *>bias_sums(job, g, number).at + (first_head + h) * (job.len_q + job.len_k - 1) + key0
+            sums = t.diagonals + h * (job.len_q + t.task_keys)
+            for m in range(job.len_q + n_keys - 1):
+                to[m] += sums[m]
     fastattn_pass_turn(g.diagonal_turn, task + 1)
+
+
+cdef void add_to_keys(const Job *job, Scratch *w, Tiles *t, const Block *block, const Tile *tile,
+                      double *to) noexcept nogil:
+    """Adds the gradients of a tile's scores of each key."""
+    cdef Py_ssize_t lane, j, size = job.itemsize, row = block.ld * job.itemsize
+    cdef Py_ssize_t first_head = block.item * job.num_kv_heads * job.group_size
+    cdef double *sums
+    if job.group_size == 1:
+        sums = to + (first_head + w.row_h[0]) * job.len_k + tile.key0
+        for j in range(tile.n_keys):
+            sums[j] += kernels_of(job).dot(t.change + j * row, t.ones, block.n_rows)
+        return
+    for lane in range(block.n_rows):
+        sums = to + (first_head + w.row_h[lane]) * job.len_k + tile.key0
+        for j in range(tile.n_keys):
+            sums[j] += get_real(t.change + j * row + lane * size, size)
 
 
 cdef void add_to_bias(const Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block,
                       const Tile *tile) noexcept nogil:
-    """Adds the gradients of a tile's scores to that of the bias; where those of all keys are added up, the sums over
-    this tile go to t.row_sums."""
-    cdef Py_ssize_t lane, j, axis, size = job.itemsize, row = block.ld * job.itemsize
-    cdef Py_ssize_t item = block.item, first_head = block.item * job.num_kv_heads * job.group_size
-    cdef const int64_t *lead_shape = <const int64_t *>(job + 1) + N_VIEWS * job.n_lead
-    cdef char *to = g.bias + tile.key0 * g.bias_strides[0]
-    cdef double *sums
-    if g.bias_kind == BIAS_OF_SCORES:
-        for axis in range(job.n_lead):
-            to += item % lead_shape[axis] * g.bias_strides[3 + axis]
-            item = item // lead_shape[axis]
+    """Adds the gradients of a tile's scores to those of the bias, and those of a grid to t.grids."""
+    cdef Py_ssize_t lane, number
+    cdef const BiasSums *sums
+    cdef const int64_t *strides
+    cdef char *to
+    for number in range(g.n_bias_sums):
+        sums = bias_sums(job, g, number)
+        strides = <const int64_t *>(sums + 1)
+        to = <char *>sums.at
+        if sums.kind == BIAS_OF_SCORES:
+            to += item_offset(job, strides + 3, block.item) + tile.key0 * strides[0]
+            for lane in range(block.n_rows):
+                w.rows[lane] = to + w.row_h[lane] * strides[2] + w.row_i[lane] * strides[1]
+            kernels_of(job).add_columns(w.rows, strides[0], block.n_rows, t.change, block.ld, tile.n_keys)
+        elif sums.kind == BIAS_OF_DIAGONALS:
+            add_to_diagonals(job, w, t, block, tile)
+        elif sums.kind == BIAS_OF_KEYS:
+            add_to_keys(job, w, t, block, tile, <double *>to)
+        else:
+            fastattn_sum_grid(t.grids + number * grid_sums(job), t.change, <int>job.itemsize, block.ld, tile.n_keys,
+                              tile.key0 % sums.run, sums.run)
+
+
+cdef void add_grids(const Job *job, const Gradients *g, const Scratch *w, const Tiles *t, const Block *block,
+                    const Tile *tile) noexcept nogil:
+    """Adds the sums of a tile over the rows and columns of grids to those of all its keys."""
+    cdef Py_ssize_t first_head = block.item * job.num_kv_heads * job.group_size, number, lane, n
+    cdef const BiasSums *sums
+    cdef const double *own
+    cdef double *to
+    for number in range(g.n_bias_sums):
+        sums = bias_sums(job, g, number)
+        if sums.kind != BIAS_OF_GRID:
+            continue
         for lane in range(block.n_rows):
-            w.rows[lane] = to + w.row_h[lane] * g.bias_strides[2] + w.row_i[lane] * g.bias_strides[1]
-        kernels_of(job).add_columns(w.rows, g.bias_strides[0], block.n_rows, t.change, block.ld, tile.n_keys)
-    elif g.bias_kind == BIAS_OF_DIAGONALS:
-        add_to_diagonals(job, w, t, block, tile)
-    elif g.bias_kind == BIAS_OF_KEYS and job.group_size == 1:
-        sums = <double *>g.bias + (first_head + w.row_h[0]) * job.len_k + tile.key0
-        for j in range(tile.n_keys):
-            sums[j] += kernels_of(job).dot(t.change + j * row, t.ones, block.n_rows)
-    elif g.bias_kind == BIAS_OF_KEYS:
-        for lane in range(block.n_rows):
-            sums = <double *>g.bias + (first_head + w.row_h[lane]) * job.len_k + tile.key0
-            for j in range(tile.n_keys):
-                sums[j] += get_real(t.change + j * row + lane * size, size)
-    else:
-        for lane in range(block.n_rows):
-            t.row_sums[lane] = 0
-            for j in range(tile.n_keys):
-                t.row_sums[lane] += get_real(t.change + j * row + lane * size, size)
+            own = t.grids + number * grid_sums(job) + lane
+            to = <double *>sums.at + ((first_head + w.row_h[lane]) * job.len_q + w.row_i[lane]) * sums.width
+            for n in range(tile.key0 // sums.run, (tile.key0 + tile.n_keys - 1) // sums.run + 1):
+                to[n] += own[0]
+                own += block.ld
+            if sums.width == 1:
+                continue
+            to += job.len_k // sums.run
+            for n in range(tile.key0, tile.key0 + min(tile.n_keys, sums.run)):
+                to[n % sums.run] += own[0]
+                own += block.ld
 
 
 cdef void split_task_keys(const Job *job, const Gradients *g, Tiles *t, Py_ssize_t n_keys) noexcept nogil:
@@ -460,7 +514,6 @@ cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
     cdef char *to_value = g.value + key_row * g.value_ld * size
     cdef char *to_query = g.query + (tile.head * job.len_q * job.group_size + tile.first_row) * g.query_ld * size
     cdef int64_t *turn = g.turns + tile.head * job.n_blocks + tile.index
-    cdef Py_ssize_t lane, first_head
     if tile.state != TILE_EMPTY:
         if g.wants_value:
             if nonfinite:
@@ -476,7 +529,7 @@ cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
                                tile.sets_keys)
             if nonfinite:
                 add_nonfinite(job, w, block, tile, t.raw_rows, g.query_ld, False, t.change, to_key, g.query_ld)
-    if not g.wants_query and g.bias_kind != BIAS_OF_ROWS:
+    if not g.wants_query and not g.has_grids:
         return
     fastattn_wait_for_turn(turn, tile.turn)
     if g.wants_query and tile.state == TILE_EMPTY and tile.sets_queries:
@@ -488,10 +541,8 @@ cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
                            tile.n_keys, tile.sets_queries)
         if nonfinite:
             add_nonfinite(job, w, block, tile, keys, g.query_ld, True, t.change, to_query, g.query_ld)
-    if tile.state != TILE_EMPTY and g.bias_kind == BIAS_OF_ROWS:
-        first_head = block.item * job.num_kv_heads * job.group_size
-        for lane in range(block.n_rows):
-            (<double *>g.bias)[(first_head + w.row_h[lane]) * job.len_q + w.row_i[lane]] += t.row_sums[lane]
+    if tile.state != TILE_EMPTY and g.has_grids:
+        add_grids(job, g, w, t, block, tile)
     if g.wants_query and tile.is_last and g.scale != 1:
         scale_queries(job, g, w, block, to_query)
     fastattn_pass_turn(turn, tile.turn + 1)

@@ -67,7 +67,7 @@ cdef struct Seen:
 
 
 # Job: the record of a call, whose arrays are Views; `run` fills in the addresses. The leading strides of each view
-# follow, innermost axis first, then the lengths of the leading axes in that order. Scratch: one thread's tiles, from
+# follow, innermost axis first, then the lengths of the leading axes in that order, and each BiasTerm with its leading strides. Scratch: one thread's tiles, from
 # `base` on, see kernels.h for their layout; and what it has Seen. All fields are those of backends/cpu/fields.py.
 include "generated/job.pxi"
 
@@ -125,18 +125,34 @@ cdef inline Py_ssize_t lanes_of(const Job *job, const Block *block) noexcept nog
     return job.max_lanes if job.uses_split_kv else block.ld
 
 
+cdef inline const int64_t *lead_shape_of(const Job *job) noexcept nogil:
+    return <const int64_t *>(job + 1) + N_VIEWS * job.n_lead
+
+
+cdef inline Py_ssize_t item_offset(const Job *job, const int64_t *lead, Py_ssize_t item) noexcept nogil:
+    """Where a batch item starts in an array of these leading strides."""
+    cdef const int64_t *lead_shape = lead_shape_of(job)
+    cdef Py_ssize_t at = 0
+    cdef int64_t axis
+    if job.n_lead == 0:
+        return 0
+    for axis in range(job.n_lead - 1):
+        at += item % lead_shape[axis] * lead[axis]
+        item = item // lead_shape[axis]
+    return at + item * lead[job.n_lead - 1]
+
+
+cdef inline const BiasTerm *bias_term(const Job *job, Py_ssize_t number) noexcept nogil:
+    cdef const int64_t *terms = lead_shape_of(job) + job.n_lead
+    return <const BiasTerm *>(terms + number * (<Py_ssize_t>sizeof(BiasTerm) // 8 + 2 * job.n_lead))
+
+
 cdef inline char *at_item(const Job *job, const View *view, Py_ssize_t item) noexcept nogil:
     """Where a batch item starts in an array; NULL where the call has no such array."""
     cdef char *p = <char *><size_t>view.data
-    cdef const int64_t *lead = <const int64_t *>(job + 1) + (view - &job.query) * job.n_lead
-    cdef const int64_t *lead_shape = <const int64_t *>(job + 1) + N_VIEWS * job.n_lead
-    cdef int64_t axis
-    if p == NULL or job.n_lead == 0:
+    if p == NULL:
         return p
-    for axis in range(job.n_lead - 1):
-        p += item % lead_shape[axis] * lead[axis]
-        item = item // lead_shape[axis]
-    return p + item * lead[job.n_lead - 1]
+    return p + item_offset(job, <const int64_t *>(job + 1) + (view - &job.query) * job.n_lead, item)
 
 
 cdef inline char *lane_row(const Scratch *w, const View *view, char *item, Py_ssize_t lane) noexcept nogil:

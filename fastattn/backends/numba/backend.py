@@ -20,6 +20,7 @@ class NumbaBackend(_base.Backend):
 
     def unsupported_reasons(self, problem: Problem) -> list[str]:
         reasons = [] if problem.dropout is None else ["it drops no weights"]
+        reasons += problem.summed_bias()
         stored = problem.stored()
         if stored:
             reasons.append(f"it reads no 16-bit numbers, and {', '.join(stored)}")

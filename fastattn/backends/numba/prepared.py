@@ -244,7 +244,7 @@ def _set_problem(job: Any, problem: Problem) -> None:
         job[name] = getattr(problem.sizes, name)
     job["n_lead"], job["itemsize"] = problem.query.ndim - 3, problem.dtype.itemsize
     present = {
-        "lse": problem.lse, "weights": problem.weights, "sinks": problem.sinks, "bias": problem.bias,
+        "lse": problem.lse, "weights": problem.weights, "sinks": problem.sinks, "bias": problem.plain_bias,
         "dense": problem.dense, "intervals": problem.key_start, "mask_map": problem.mask_map,
         "band": problem.band, "score_mod": problem.score_mod,
     }  # fmt: skip

@@ -16,6 +16,7 @@ from fastattn._call.gradients import LARGE_NORMS, LARGE_SCORE, Backward, Gradien
 from fastattn._call.problem import Problem
 from fastattn._call.storage import HeadRows, Rows
 from fastattn._machine.constants import SCORE_COLUMNS
+from fastattn.biases import Sums, block_of
 from fastattn.masks.map import UNBOUNDED
 
 _BLOCK_BYTES = 2**20  # scores of one block of rows; some four arrays of this size live at once
@@ -227,8 +228,13 @@ def _adjust_scores(
         cap = dtype(problem.softcap)
         scores = cap * np.tanh(scores / cap)
     capped = scores
-    if problem.bias is not None:
-        bias = problem.bias[block.item][block.head, block.rows, block.keys].astype(dtype)
+    if problem.bias:
+        place = (*block.item, block.head)
+        bias, *others = (
+            block_of(term, place, block.rows, block.keys, problem.dtype) for term in problem.bias
+        )
+        for term in others:
+            bias = bias + term
         allowed &= bias != -np.inf
         scores = scores + bias
     return np.where(allowed, scores, dtype(-np.inf)), capped
@@ -292,15 +298,8 @@ def _differentiate(backward: Backward, gradients: Gradients, block: _QueryBlock)
     if kept is not None:
         change, after = change * kept, weights * kept
     change = np.where(allowed, weights * (change - delta.astype(dtype)[:, None]), dtype(0))
-    if gradients.bias is not None and backward.by_diagonals:
-        sums = gradients.bias[head if len(gradients.bias) > 1 else 0]
-        for i, row in zip(range(rows.start, rows.stop), change, strict=True):
-            sums[problem.len_q - 1 - i :][keys] += row
-    elif gradients.bias is not None:
-        full = np.broadcast_to(
-            gradients.bias, (*problem.lead, problem.num_heads, problem.len_q, problem.len_k)
-        )
-        _add_broadcast(full[item][head, rows, keys], change)
+    for sums, array in (gradients.bias or {}).items():
+        _add_to_bias(sums, array, block, change)
     if gradients.sinks is not None and problem.sinks is not None:
         some = allowed.any(axis=-1)
         gradients.sinks[head] -= (np.exp(sink - lse[some]) * share[some] * delta[some]).sum()
@@ -314,6 +313,24 @@ def _differentiate(backward: Backward, gradients: Gradients, block: _QueryBlock)
         gradients.key[item][kv_head, keys] += _product(change.T, query, allowed.T)
     if gradients.value is not None:
         gradients.value[item][kv_head, keys] += _product(after.T, grad_out, allowed.T)
+
+
+def _add_to_bias(sums: Sums, to: np.ndarray, block: _QueryBlock, change: np.ndarray) -> None:
+    """Adds the gradients of a block's scores to what the gradient of a bias is made of."""
+    problem, _, _, item, head, _, rows, keys, _ = block
+    if sums.by_diagonals:
+        for i, row in zip(range(rows.start, rows.stop), change, strict=True):
+            to[head, problem.len_q - 1 - i :][keys] += row
+    elif sums.run is not None:
+        Sh, own = sums.shape[-1] - sums.run, to[item][head, rows]
+        whole = np.zeros((len(change), Sh * sums.run))
+        whole[:, keys] = change
+        grid = whole.reshape(len(change), Sh, sums.run)
+        own[:, :Sh] += grid.sum(axis=2)
+        own[:, Sh:] += grid.sum(axis=1)
+    else:
+        full = np.broadcast_to(to, (*problem.lead, problem.num_heads, problem.len_q, problem.len_k))
+        _add_broadcast(full[item][head, rows, keys], change)
 
 
 def _own_lse(

@@ -126,7 +126,7 @@ const fastattn_kernels CONCAT(CONCAT(fastattn_kernels, FASTATTN_ISA), REAL_BITS)
     .lanes = LANES,
     .max_vectors = BLOCK_VECTORS,
     .panel_cols = TILE_ROWS,
-    KERNEL(pack), KERNEL(score), KERNEL(adjust), KERNEL(softmax), KERNEL(drop), KERNEL(pack_values),
+    KERNEL(pack), KERNEL(score), KERNEL(adjust), KERNEL(add_bias), KERNEL(softmax), KERNEL(drop), KERNEL(pack_values),
     KERNEL(accumulate), KERNEL(accumulate_nonfinite), KERNEL(merge), KERNEL(finish), KERNEL(unpack),
     KERNEL(mask_words), KERNEL(draw_words), KERNEL(load_row), KERNEL(store_row),
     KERNEL(pack_rows), KERNEL(adjust_rows), KERNEL(softmax_rows), KERNEL(merge_rows), KERNEL(unpack_rows),

@@ -108,6 +108,12 @@ typedef struct {
     void (*adjust)(void *s, void *tile_max, ptrdiff_t ld, const ptrdiff_t *stops, double root, double softcap,
                    const char *const *bias_rows, const uint32_t *words);
 
+    /* to[j], or where `adds` is not 0 to[j] + it: a term of the bias at key key0 + j, j < n_keys. Keys are in runs of `run`:
+     * it is element (key0 + j) % run of `array`, added to element (key0 + j) / run of `rows`, rows_col bytes apart, unless
+     * that is NULL. `to` and `array` are contiguous REAL, all of any alignment. */
+    void (*add_bias)(void *to, const char *array, const char *rows, ptrdiff_t rows_col, ptrdiff_t run, ptrdiff_t key0,
+                     ptrdiff_t n_keys, int adds);
+
     /* One step of the online softmax: row_max = max(row_max, tile_max), s becomes exp2(factor * (s - row_max)),
      * row_sum = rescale * row_sum + the sum of the new s, rescale[lane] = exp2(factor * (old - new max)).
      * -inf scores give exactly 0, also while row_max is -inf. */

@@ -294,6 +294,49 @@ static void adjust(void *s_tile, void *tile_max, ptrdiff_t ld, const ptrdiff_t *
     }
 }
 
+/* A run of add_bias, n elements. */
+INLINE void add_run(const int has_row, const int adds, char *to, const char *from, REAL row, ptrdiff_t n) {
+    const VEC row_vector = splat(row);
+    ptrdiff_t j = 0;
+    for (; j + LANES <= n; j += LANES) {
+        VEC x = load(from + j * (ptrdiff_t)sizeof(REAL));
+        if (has_row) x = row_vector + x;
+        if (adds) x = load(to + j * (ptrdiff_t)sizeof(REAL)) + x;
+        store(to + j * (ptrdiff_t)sizeof(REAL), x);
+    }
+    for (; j < n; j++) {
+        REAL x = scalar(from + j * (ptrdiff_t)sizeof(REAL));
+        if (has_row) x = row + x;
+        if (adds) x = scalar(to + j * (ptrdiff_t)sizeof(REAL)) + x;
+        *(real_unaligned *)(to + j * (ptrdiff_t)sizeof(REAL)) = x;
+    }
+}
+
+static void add_bias(void *to_row, const char *array, const char *rows, ptrdiff_t rows_col, ptrdiff_t run,
+                     ptrdiff_t key0, ptrdiff_t n_keys, int adds) {
+    char *to = to_row;
+    ptrdiff_t first = key0 % run;
+    if (rows) rows += key0 / run * rows_col;
+    while (n_keys > 0) {
+        const ptrdiff_t n = n_keys < run - first ? n_keys : run - first;
+        const char *const from = array + first * (ptrdiff_t)sizeof(REAL);
+        if (rows) {
+            if (adds)
+                add_run(1, 1, to, from, scalar(rows), n);
+            else
+                add_run(1, 0, to, from, scalar(rows), n);
+            rows += rows_col;
+        } else if (adds) {
+            add_run(0, 1, to, from, 0, n);
+        } else {
+            add_run(0, 0, to, from, 0, n);
+        }
+        to += n * (ptrdiff_t)sizeof(REAL);
+        n_keys -= n;
+        first = 0;
+    }
+}
+
 /* The sum of EXP2_KEYS vectors. */
 INLINE VEC sum_tree(VEC x[]) {
 #pragma GCC unroll 8

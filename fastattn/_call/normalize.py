@@ -412,7 +412,8 @@ def normalize_sdpa(
     lead, H, L, S = inputs.sizes
     attn_mask, options = options["mask"], DEFAULTS | options
     band = _band(inputs, options)
-    mask, bias = None, ()
+    mask: masks.Mask | None = None
+    bias: tuple[Term, ...] = ()
     if attn_mask is not None:
         if isinstance(attn_mask, (bool, int, float, str)):  # an argument that was given one place too early
             raise TypeError(f"attn_mask must be an array, got {attn_mask!r}; is_causal and scale go by name")

@@ -230,11 +230,10 @@ def _adjust_scores(
     capped = scores
     if problem.bias:
         place = (*block.item, block.head)
-        bias, *others = (
-            block_of(term, place, block.rows, block.keys, problem.dtype) for term in problem.bias
-        )
-        for term in others:
-            bias = bias + term
+        bias: Any = None
+        for term in problem.bias:
+            part = block_of(term, place, block.rows, block.keys, problem.dtype)
+            bias = part if bias is None else bias + part
         allowed &= bias != -np.inf
         scores = scores + bias
     return np.where(allowed, scores, dtype(-np.inf)), capped

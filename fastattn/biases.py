@@ -277,7 +277,8 @@ class Relative(Bias):
         if not L or not S:
             view = np.zeros((heads, L, S), dtype)
         else:
-            diagonals = _as_dtype(self.table, dtype)[:, self._entries(L, S)]
+            # By `take`, whose rows have no gaps.
+            diagonals = _as_dtype(self.table, dtype).take(self._entries(L, S), axis=1)
             head, column = diagonals.strides
             view = as_strided(
                 diagonals[:, L - 1 :], (heads, L, S), (head, -column, column), subok=False, writeable=False

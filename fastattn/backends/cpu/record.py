@@ -98,7 +98,7 @@ def _words_of_term(term: Any, problem: Problem) -> list[int]:
     words = dict.fromkeys(TERM, 0) | {
         "data": address_of(array), "col": col, "row": row, "head": head, "run": array.shape[-1],
         "storage": storage_code(array), "nbytes": array.itemsize, "swapped": not array.dtype.isnative,
-        "converts": array.dtype != problem.dtype or col != array.itemsize,
+        "converts": rows is None and (array.dtype != problem.dtype or col != array.itemsize),
     }  # fmt: skip
     leads = array.strides[:n_lead][::-1]
     if rows is None:

@@ -533,6 +533,12 @@ class TestRefused:
             ({"query": np.ones((2, 4, 5, 8))}, TypeError, "query must be a dask.array.Array, got ndarray"),
             ({"mask": da.ones((5, 7))}, TypeError, "mask must be .* got dtype float64; .* use bias="),
             ({"bias": da.ones((5, 7), dtype=int)}, TypeError, "bias must be a float16"),
+            ({"bias": (np.ones((5, 7)),) * 2}, TypeError, "bias must be one array here, got tuple"),
+            (
+                {"bias": fastattn.biases.Relative([1.0])},
+                TypeError,
+                "bias must be one array here, got Relative",
+            ),
             ({"scale": np.ones(2)}, TypeError, "scale must be one number here"),
             ({"bias": da.ones((5, 8))}, ValueError, r"bias of shape \(5, 8\) does not broadcast"),
             ({"key_lengths": [3, 8]}, ValueError, "key_lengths must be in 0..S=7, got 8"),

@@ -93,6 +93,14 @@ def test_long_sequence(backend, options):
     assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
 
 
+@on_storage_backends
+def test_biases_that_are_added_up(backend):
+    arrays = "(np.ones((query.shape[2], n), np.float32) for n in (128, 256))"
+    objects = f"fastattn.biases.Grid(*{arrays}) + fastattn.biases.Relative([0.0, 1.0, 2.0])"
+    extra = measure(backend, f"dict(bias=(np.linspace(0, 1, LENGTH), {objects}), window=(256, 0))")
+    assert extra < LIMIT, f"{extra / 2**20:.1f} MiB"
+
+
 RECURRENT = (
     MEASURE
     + """

@@ -18,11 +18,13 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs mprotect"
 SCRIPT = """
 import faulthandler
 import itertools
+import os
 
 import numpy as np
 
 import fastattn
 from fastattn import masks
+from fastattn.biases import Grid
 from tests.process import GuardedArrays
 
 faulthandler.enable()
@@ -55,11 +57,15 @@ for dtype, (H, K, L, S, D, E) in itertools.product(("float32", "float64"), sizes
         {"key_lengths": S // 2, "window": (5, 5)},
         {"mask": masks.Window(3, 3) | masks.GlobalTokens([0])},
     ]
+    if os.environ["FASTATTN_BACKEND"] != "numba":
+        extras.append({"bias": Grid(*(rng.standard_normal((H, L, n)).astype(dtype) for n in (1, S)))})
     for extra, at_end, slow_axis in itertools.product(extras, (False, True), (False, True)):
         guarded = GuardedArrays()
         placed = {}
         for name, array in (arrays | extra).items():
-            if not isinstance(array, np.ndarray):
+            if isinstance(array, Grid):
+                placed[name] = Grid(*(guarded.place(x, at_end=at_end) for x in (array.rows, array.columns)))
+            elif not isinstance(array, np.ndarray):
                 placed[name] = array
             elif slow_axis and array.ndim > 1:
                 placed[name] = guarded.place(array.swapaxes(-1, -2).copy(), at_end=at_end).swapaxes(-1, -2)
@@ -81,7 +87,7 @@ print(calls)
 @reference_is_slow
 def test_nothing_outside_the_arrays_is_touched(engine):
     printed = python(SCRIPT, env=engine.environment(), timeout=240)
-    assert int(printed) == 2 * 2 * 10 * 11 * 2 * 2
+    assert int(printed) == 2 * 2 * 10 * (11 + (engine.backend != "numba")) * 2 * 2
 
 
 HIDDEN = """

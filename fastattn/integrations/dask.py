@@ -19,7 +19,7 @@ from fastattn._call.arguments import as_array, check_bool, check_key_lengths, ch
 from fastattn._call.gradients import Gradients
 from fastattn._call.normalize import outline
 from fastattn._call.options import refusing
-from fastattn.integrations._common import extra, stand_in
+from fastattn.integrations._common import check_single, extra, stand_in
 from fastattn.masks import Causal, Dense, KeyLengths, Mask
 from fastattn.masks.map import (
     EMPTY,
@@ -323,10 +323,7 @@ class _Call:
         for name, x in (main | results | options).items():
             if isinstance(x, da.Array) and any(map(isnan, x.shape)):
                 raise ValueError(f"{name} has chunks of unknown size: call its compute_chunk_sizes() first")
-        if np.ndim(options["scale"]):
-            raise TypeError(
-                "scale must be one number here: multiply query by those of its heads, and say scale=1.0"
-            )
+        check_single(options["bias"], options["scale"])
         known, known_mask, band, number, softcap = outline(
             stand_in(query), stand_in(key), stand_in(value),
             {name: stand_in(x) if isinstance(x, da.Array) else x for name, x in options.items()},

@@ -16,7 +16,7 @@ from fastattn._call.arguments import as_mask, check_window
 from fastattn._call.gradients import DIFFERENTIABLE
 from fastattn._call.normalize import outline
 from fastattn._call.options import refusing
-from fastattn.integrations._common import extra, stand_in
+from fastattn.integrations._common import check_single, extra, stand_in
 from fastattn.masks import Mask
 
 with extra("jax"):
@@ -73,10 +73,7 @@ def attention(
             raise TypeError(
                 f"{name} must be known when attention is traced, got {x}; name it in static_argnames{instead}"
             )
-    if np.ndim(scale):  # type: ignore[arg-type]  # None has no axes
-        raise TypeError(
-            "scale must be one number here: multiply query by those of its heads, and say scale=1.0"
-        )
+    check_single(bias, scale)
     if np.isscalar(mask):
         as_mask(mask, flat=False)  # raises
     of_mask = mask if isinstance(mask, Mask) else None

@@ -175,10 +175,10 @@ class Sum(Bias):
     Examples
     --------
     >>> from fastattn.biases import Relative
-    >>> both = Relative([[-2.0, -1.0, 0.0]], offset=2) + Relative([[0.0, 3.0]], offset=1)
+    >>> both = Relative([[-1.0, 0.0, -1.0]], offset=1) + Relative([[0.0, 5.0]])
     >>> both.materialize(1, 2, 2)
-    array([[[3., 1.],
-            [2., 3.]]])
+    array([[[ 0., -1.],
+            [ 4.,  0.]]])
     """
 
     __slots__ = ("terms",)

@@ -79,9 +79,11 @@ def attention(
     mask : fastattn.masks.Mask or array_like of bool or int, optional
         Which keys each query may attend to: a mask object, or an array, non-zero = may attend. It broadcasts
         to ``(..., H, L, S)``: one of shape ``(B, S)`` is given as ``mask[:, None, None, :]``.
-    bias : array_like of float, or fastattn.biases.Bias, optional
+    bias : array_like of float, fastattn.biases.Bias, or tuple of both, optional
         Added to the scores, after `softcap`; an array broadcasts as a mask does. ``-inf`` masks. An object
-        needs no array of ``L x S``: ``biases.Relative(table, offset)`` has a number for each distance.
+        needs no array of ``L x S``: ``biases.Relative(table, offset)`` has a number for each distance, and
+        ``biases.Grid(rows, columns)`` two for keys on a grid. A tuple is added up in its order, in the type
+        of the computation: an array for each head beside one for each window needs none of both.
     causal : {False, True, "top_left", "bottom_right"}, default False
         ``"top_left"``: key ``j <= i``. ``"bottom_right"``: key ``j <= i + S_b - L``, where ``S_b`` is the
         item's entry of `key_lengths`, or else ``S``. True: for ``L = S``, where both are the same.
@@ -356,8 +358,9 @@ def varlen_attention(
         aligns queries with keys does so within each document: ``Causal("bottom_right")`` is
         ``causal="bottom_right"``. `KeyLengths` and `PrefixLM`, which count from a first key, are refused, as
         `Neighborhood` is.
-    bias : array_like of float, optional
-        As in `attention`; broadcasts to ``(H, T, T_k)``.
+    bias : array_like of float, fastattn.biases.Bias, or tuple of both, optional
+        As in `attention`; arrays broadcast to ``(H, T, T_k)``. An object counts packed queries and keys, too:
+        `Relative` needs as many keys as queries in each document.
     causal : {False, True, "top_left", "bottom_right"}, default False
         As in `attention`, within each document. True needs as many keys as queries in each document.
     window : (int or None, int or None), optional

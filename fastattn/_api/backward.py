@@ -76,8 +76,9 @@ def attention_backward(
     other options
         As in the forward call. The backends "cython" and "reference" compute gradients.
     wrt : iterable of str, default ("query", "key", "value")
-        Which gradients to compute, of ``"query"``, ``"key"``, ``"value"``, ``"bias"`` and ``"sinks"``. Of a
-        bias object it is the gradient of its array.
+        Which gradients to compute, of ``"query"``, ``"key"``, ``"value"``, ``"bias"`` and ``"sinks"``. That
+        of a bias object is of its array, of a `biases.Grid` the pair of its rows and columns; those of a
+        tuple, or of a sum of objects, are a tuple in its order.
 
     Returns
     -------

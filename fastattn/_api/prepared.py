@@ -190,7 +190,7 @@ def _reads_as_given(request: Request, inputs: tuple[Any, ...], options: dict[str
     mask, bias = options.get("mask"), options.get("bias")
     if isinstance(mask, Mask):
         mask = None
-    used_bias = problem.plain_bias
+    used_bias = problem.bias[0] if problem.bias else None  # one array: others have no signature
     if bias is None and used_bias is not None:
         mask, bias = None, mask
     pairs = [

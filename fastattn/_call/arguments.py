@@ -274,6 +274,19 @@ def as_bias(bias: ArrayLike, name: str) -> np.ndarray:
     return check_dtype(as_array(bias, name), name)
 
 
+def check_single(bias: Any, scale: Any) -> None:
+    """TypeError for biases that are added up, bias objects and scales of heads, which not all callers take."""
+    if isinstance(bias, (Bias, tuple)):
+        raise TypeError(
+            f"bias must be one array here, got {type(bias).__name__}: add up what it is the sum of; "
+            f"that of an object is its materialize(H, L, S)"
+        )
+    if np.ndim(scale):
+        raise TypeError(
+            "scale must be one number here: multiply query by those of its heads, and say scale=1.0"
+        )
+
+
 def broadcast_scores(array: np.ndarray, shape: tuple[int, ...], name: str, flat: bool) -> np.ndarray:
     if array.shape == shape:
         return array

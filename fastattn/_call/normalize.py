@@ -620,6 +620,8 @@ def _sums_of_gradient(part: ArrayLike | Bias, inputs: _Inputs) -> Sums:
 
 def _bias_of_scores(bias: Any, inputs: _Inputs) -> tuple[Term, ...]:
     """The terms of a bias, as views of the shape of the scores."""
+    if bias is None:
+        return ()
     lead, H, L, S = inputs.sizes
     terms: list[Term] = []
     for name, part in bias_parts(bias):

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from fastattn.biases import Bias
-
 
 @contextmanager
 def extra(name: str, hint: str = "") -> Iterator[None]:
@@ -34,19 +32,6 @@ def check_options(options: Mapping[str, Any], *refused: str) -> None:
     for name in refused:
         if name in options:
             raise TypeError(f"no {name}= where attention is differentiated; fastattn.attention has it")
-
-
-def check_single(bias: Any, scale: Any) -> None:
-    """Raise TypeError for biases that are to be added up, bias objects, and scales of heads."""
-    if isinstance(bias, (Bias, tuple)):
-        raise TypeError(
-            f"bias must be one array here, got {type(bias).__name__}: add up what it is the sum of; "
-            f"that of an object is its materialize(H, L, S)"
-        )
-    if np.ndim(scale):
-        raise TypeError(
-            "scale must be one number here: multiply query by those of its heads, and say scale=1.0"
-        )
 
 
 def stand_in(array: Any) -> np.ndarray:

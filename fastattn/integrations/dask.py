@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fastattn
-from fastattn._call.arguments import as_array, check_bool, check_key_lengths, check_wrt
+from fastattn._call.arguments import as_array, check_bool, check_key_lengths, check_single, check_wrt
 from fastattn._call.gradients import Gradients
 from fastattn._call.normalize import outline
 from fastattn._call.options import refusing
-from fastattn.integrations._common import check_single, extra, stand_in
+from fastattn.integrations._common import extra, stand_in
 from fastattn.masks import Causal, Dense, KeyLengths, Mask
 from fastattn.masks.map import (
     EMPTY,

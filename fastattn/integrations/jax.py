@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 import fastattn
-from fastattn._call.arguments import as_mask, check_window
+from fastattn._call.arguments import as_mask, check_single, check_window
 from fastattn._call.gradients import DIFFERENTIABLE
 from fastattn._call.normalize import outline
 from fastattn._call.options import refusing
-from fastattn.integrations._common import check_single, extra, stand_in
+from fastattn.integrations._common import extra, stand_in
 from fastattn.masks import Mask
 
 with extra("jax"):

@@ -197,12 +197,10 @@ def _typed(
     query: Any, key: Any, value: Any, causal: Any = False, scale: Any = None, *more: Any, **unknown: Any
 ) -> Any:
     """The implementation for arguments of these types."""
-    _check_types(more, unknown, query=query, key=key, value=value)
+    _check_types(more, unknown, scale, query=query, key=key, value=value)
     of_word = isinstance(causal, types.UnicodeType | types.StringLiteral)
     code_of_causal = _code_of_word if of_word else _code_of_bool
     has_no_scale = scale is None or isinstance(scale, types.NoneType | types.Omitted)
-    if isinstance(scale, types.Array):
-        raise TypingError(f"scale must be one number, got {scale}; {_ELSEWHERE}")
     number = _no_scale if has_no_scale else _finite
     query_dtype, key_dtype, value_dtype = (_DTYPES[array.dtype] for array in (query, key, value))
     out_dtype = max(query_dtype, key_dtype, value_dtype)
@@ -254,10 +252,12 @@ def _typed(
     return implementation
 
 
-def _check_types(more: tuple[Any, ...], unknown: dict[str, Any], **arrays: Any) -> None:
+def _check_types(more: tuple[Any, ...], unknown: dict[str, Any], scale: Any, **arrays: Any) -> None:
     """TypingError where compiled code cannot call the C entry with these."""
     if more or unknown:
         raise TypingError(f"{refusal(attention, more, unknown)}; {_ELSEWHERE}")
+    if isinstance(scale, types.Array):
+        raise TypingError(f"scale must be one number, got {scale}; {_ELSEWHERE}")
     for name, array in arrays.items():
         if not isinstance(array, types.Array) or array.dtype not in _DTYPES:
             raise TypingError(f"{name} must be an array of float32 or float64, got {array}")

@@ -129,14 +129,15 @@ def _set_problem(fields: dict[str, Any], problem: Problem) -> None:
         fields["weights_nbytes"] = problem.weights.itemsize
     fields["has_lse"] = problem.lse is not None
     fields["has_weights"] = problem.weights is not None
-    fields["has_bias"] = bool(problem.bias)
-    if (bias := problem.plain_bias) is None:
-        fields["n_bias_terms"] = fields["convert_bias"] = len(problem.bias)
-    else:
-        fields["bias_nbytes"] = bias.itemsize
-        fields["bias_storage"] = storage_code(bias)
-        fields["bias_swapped"] = not bias.dtype.isnative
-        fields["convert_bias"] = bias.dtype != problem.dtype or bias.strides[-1] != itemsize
+    if problem.bias:
+        fields["has_bias"] = True
+        if (bias := problem.plain_bias) is None:
+            fields["n_bias_terms"] = fields["convert_bias"] = len(problem.bias)
+        else:
+            fields["bias_nbytes"] = bias.itemsize
+            fields["bias_storage"] = storage_code(bias)
+            fields["bias_swapped"] = not bias.dtype.isnative
+            fields["convert_bias"] = bias.dtype != problem.dtype or bias.strides[-1] != itemsize
     fields["has_score_mod"] = problem.score_mod is not None
     if problem.key_start is not None:
         fields["has_intervals"] = fields["is_masked"] = True

@@ -13,7 +13,7 @@ from fastattn import masks
 from fastattn.biases import Grid, Relative, Sum
 from fastattn.masks.map import Size
 from tests.cases import FLOATS
-from tests.conftest import ENGINES, computes_gradients, on
+from tests.conftest import ENGINES, computes_gradients, on, on_cython
 from tests.tolerances import assert_same_bits
 
 #: Heads of queries and keys, lengths, entries of the table, offset, rows of the table.
@@ -511,6 +511,36 @@ def test_gradients_of_a_grid_by_finite_differences(engine):
             step[number][at] = 1e-5
             high, low = (loss(*(x + sign * s for x, s in zip(given, step, strict=True))) for sign in (1, -1))
             np.testing.assert_allclose(gradient[at], (high - low) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+@computes_gradients
+@pytest.mark.parametrize(("L", "Sh", "Sw"), [(0, 2, 3), (5, 0, 3), (5, 2, 0), (0, 0, 0)])
+def test_sums_of_no_scores(engine, L, Sh, Sw):
+    query, key, value, table = inputs(4, 2, L, Sh * Sw, 3, 4, np.float32)
+    bias = np.zeros(Sh * Sw), Grid(np.zeros((L, Sh)), np.zeros((4, L, Sw))) + Relative(table)
+    out, lse = engine.attention(query, key, value, bias=bias, return_lse=True)
+    assert not out.any() and (lse == -np.inf).all()
+    got = engine.backward(out, query, key, value, out, lse, bias=bias, wrt=("query", "bias"))
+    of_array, ((of_rows, of_columns), of_table) = got.bias
+    assert (of_array.shape, of_rows.shape, of_columns.shape) == ((Sh * Sw,), (L, Sh), (4, L, Sw))
+    assert of_table.shape == table.shape and not of_table.any()
+
+
+@on_cython
+def test_memory_of_gradients_of_a_grid(engine):
+    import tracemalloc
+
+    side, length = 64, 64 * 64
+    query, key, value, _ = inputs(1, 1, length, length, 1, 1, np.float32, lead=())
+    bias = Grid(*np.zeros((2, length, side), np.float32))
+    out, lse = engine.attention(query, key, value, bias=bias, return_lse=True)
+    tracemalloc.start()
+    try:
+        engine.backward(out, query, key, value, out, lse, bias=bias, wrt="bias")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * length * 2 * side * 8  # sums in float64, and the gradients made of them
 
 
 def test_other_functions_take_sums():

@@ -275,7 +275,7 @@ def as_bias(bias: ArrayLike, name: str) -> np.ndarray:
 
 
 def check_single(bias: Any, scale: Any) -> None:
-    """TypeError for biases that are added up, bias objects and scales of heads, which not all callers take."""
+    """TypeError for biases that are added up, bias objects and scales of heads, which few callers take."""
     if isinstance(bias, (Bias, tuple)):
         raise TypeError(
             f"bias must be one array here, got {type(bias).__name__}: add up what it is the sum of; "

@@ -67,8 +67,9 @@ cdef struct Seen:
 
 
 # Job: the record of a call, whose arrays are Views; `run` fills in the addresses. The leading strides of each view
-# follow, innermost axis first, then the lengths of the leading axes in that order, and each BiasTerm with its leading strides. Scratch: one thread's tiles, from
-# `base` on, see kernels.h for their layout; and what it has Seen. All fields are those of backends/cpu/fields.py.
+# follow, innermost axis first, then the lengths of the leading axes in that order, then each BiasTerm with the leading
+# strides of its array and of its rows. Scratch: one thread's tiles, from `base` on, see kernels.h for their layout; and
+# what it has Seen. All fields are those of backends/cpu/fields.py.
 include "generated/job.pxi"
 
 

@@ -50,6 +50,7 @@ static const struct {
     {"unpack", test_unpack},
     {"score", test_score},
     {"adjust", test_adjust},
+    {"add_bias", test_add_bias},
     {"softmax", test_softmax},
     {"accumulate", test_accumulate},
     {"accumulate_nonfinite", test_accumulate_nonfinite},

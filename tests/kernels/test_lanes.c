@@ -134,6 +134,33 @@ static void test_score(void) {
         check_score(256, layout % 2 ? 64 : 130, kernels->max_vectors, layout);
 }
 
+/* ------------------------------------------------------------------ add_bias */
+
+static void test_add_bias(void) {
+    for (int run = 1; run <= 70; run += run < 4 ? 1 : 11)
+        for (int n_keys = 1; n_keys <= 70; n_keys += n_keys < 3 ? 1 : 7)
+            for (int way = 0; way < 4; way++) {
+                const int has_rows = way % 2, adds = way / 2, key0 = below(3 * run);
+                const ptrdiff_t rows_col = 3 * size, n_runs = (key0 + n_keys - 1) / run + 1;
+                char *array = take(run * size, 1, below(8)), *to = take(n_keys * size, 1, below(8));
+                char *rows = take((n_runs - 1) * rows_col + size, 1, below(8));
+                double sums[70];
+                for (int j = 0; j < run; j++) put(array, j, below(64) - 32);
+                for (int r = 0; r < n_runs; r++) put(rows + r * rows_col, 0, below(64) - 32);
+                for (int j = 0; j < n_keys; j++) {
+                    const int key = key0 + j;
+                    const double earlier = below(64);
+                    put(to, j, earlier);
+                    sums[j] = get(array, key % run) + (adds ? earlier : 0);
+                    if (has_rows) sums[j] += get(rows + key / run * rows_col, 0);
+                }
+                kernels->add_bias(to, array, has_rows ? rows : NULL, rows_col, run, key0, n_keys, adds);
+                for (int j = 0; j < n_keys; j++)
+                    CHECK(get(to, j) == sums[j], "run %d, %d keys from %d on, way %d: key %d", run, n_keys, key0, way, j);
+                release();
+            }
+}
+
 /* ------------------------------------------------------------------ adjust */
 
 static void test_adjust(void) {

@@ -111,6 +111,7 @@ LAYERS = [
     {"_api.prepared"},
     {"_api.attention"},
     {"_api.backward"},
+    {"_api.known_masks"},
     {"_api.flex", "_api.reductions"},
     {"_cache.container"},
     {"_cache.pages"},

@@ -9,6 +9,7 @@ import pytest
 
 import fastattn
 from fastattn import masks
+from fastattn._api import known_masks
 from fastattn.masks import base
 from tests.flex_gallery import GALLERY, B, H, L, S, arrays, aux_of, in_python
 from tests.tolerances import assert_same_bits
@@ -223,3 +224,97 @@ class TestBlockMask:
         query, key = np.ones((1, 1, shape[0], 4)), np.ones((1, 1, shape[1], 4))
         assert fastattn.attention(query, key, key, mask=block_mask).shape == (1, 1, shape[0], 4)
         assert str(block_mask)
+
+
+def runs(*lengths, start=-3):
+    return np.repeat(np.arange(start, start + len(lengths)), lengths)
+
+
+#: Ids of packed documents: in any order, of any integers, longer than the scores.
+IDS = {
+    "runs": runs(100, 1, 250, 0, 49),
+    "falling": runs(300, 100)[::-1].astype(np.int8),
+    "longer": np.concatenate([runs(64, 128, 208), [7] * 100]).astype(np.uint16),
+    "one": np.zeros(400, np.int64),
+    "each": np.arange(400, dtype=np.int32),
+    "scattered": np.arange(400) % 3,
+    "twice": np.r_[runs(50), 5 + runs(50), runs(300)],
+    "floats": runs(100, 300) + 0.5,
+    "nan": np.where(np.arange(400) < 200, np.nan, 1.0),
+    "large": np.where(np.arange(400) < 200, 2**63, 2**64 - 1).astype(np.uint64),
+}
+
+
+def forms_of(ids):
+    """Functions that are known, and others that are not, all with their definition in NumPy."""
+
+    def same(b, h, q_idx, kv_idx):
+        return ids[q_idx] == ids[kv_idx]
+
+    def causal(b, h, q_idx, kv_idx):
+        document = ids[kv_idx]
+        return (kv_idx <= q_idx) & (document == ids[q_idx])
+
+    def causal_of_aux(b, h, q_idx, kv_idx, array):
+        return (array[q_idx] == array[kv_idx]) & (q_idx >= kv_idx)
+
+    def later(b, h, q_idx, kv_idx):
+        return (ids[q_idx] == ids[kv_idx]) & (q_idx <= kv_idx)
+
+    def strictly(b, h, q_idx, kv_idx):
+        return (ids[q_idx] == ids[kv_idx]) & (q_idx > kv_idx)
+
+    def other(b, h, q_idx, kv_idx):
+        return ids[q_idx] != ids[kv_idx]
+
+    def either(b, h, q_idx, kv_idx):
+        return (ids[q_idx] == ids[kv_idx]) | (q_idx >= kv_idx)
+
+    def ordered(b, h, q_idx, kv_idx):
+        return (ids[q_idx] <= ids[kv_idx]) & (ids[q_idx] == ids[kv_idx])
+
+    def of_one(b, h, q_idx, kv_idx):
+        return (ids[q_idx] == ids[q_idx]) & (ids[0] == ids[kv_idx])
+
+    known = [(same, ()), (causal, ()), (causal_of_aux, (ids,))]
+    return known, [(function, ()) for function in (later, strictly, other, either, ordered, of_one)]
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_documents_are_known_by_their_form(name, monkeypatch):
+    """The map is that of all pairs, whether a function is known or not."""
+    ids, asked = IDS[name], []
+    is_run = name not in ("scattered", "twice", "floats", "nan", "large")
+    documents = known_masks.documents
+
+    def watched(*arguments):
+        asked.append(documents(*arguments))
+        return asked[-1]
+
+    monkeypatch.setattr(known_masks, "documents", watched)
+    known, others = forms_of(ids)
+    for function, aux in known + others:
+        for sizes in ((400, 400), (130, 257)):
+            q_idx, kv_idx = np.arange(sizes[0])[:, None], np.arange(sizes[1])
+            got = fastattn.create_block_mask(function, None, 2, *sizes, aux=aux)
+            wanted = np.broadcast_to(function(0, 0, q_idx, kv_idx, *aux), sizes)
+            np.testing.assert_array_equal(got.materialize(2, *sizes), np.stack([wanted] * 2))
+            assert (asked[-1] is not None) == (is_run and (function, aux) in known), function.__name__
+            monkeypatch.setattr(known_masks, "documents", lambda *arguments: None)
+            assert got == fastattn.create_block_mask(function, None, 2, *sizes, aux=aux)
+            monkeypatch.setattr(known_masks, "documents", watched)
+
+
+def test_known_functions_read_nothing_outside():
+    ids = runs(30, 20)
+
+    def same(b, h, q_idx, kv_idx):
+        return ids[q_idx] == ids[kv_idx]
+
+    assert fastattn.create_block_mask(same, 0, 3, 50, 50).materialize(3, 50, 50).shape == (0, 3, 50, 50)
+    assert fastattn.create_block_mask(same, None, None, 0, 50).mask_map.index.shape == (1, 1, 0, 1)
+    with pytest.raises(IndexError, match="same"):
+        fastattn.create_block_mask(same, None, None, 50, 51)
+    x = np.random.default_rng(0).standard_normal((2, 50, 8))
+    wanted = fastattn.attention(x, x, x, mask=masks.Segments(ids))
+    assert_same_bits(fastattn.flex_attention(x, x, x, mask_mod=same), wanted)

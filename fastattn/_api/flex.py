@@ -26,7 +26,7 @@ from fastattn.backends.registry import BackendError
 from fastattn.masks import BlockMask, Dense, Mask
 from fastattn.masks.arguments import whole_number
 from fastattn.masks.base import describe
-from fastattn.masks.map import Block, MaskMap, Node
+from fastattn.masks.map import Block, MaskMap, Node, build_mask_map
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -234,8 +234,9 @@ def create_block_mask(
     Notes
     -----
     Each tile of 64 queries and 128 keys is EMPTY (skipped), FULL (runs unmasked) or PARTIAL (has bits).
-    Memory grows with the PARTIAL tiles, time with ``L * S``. A mask object that allows the same takes far
-    less: ``masks.Segments(ids)`` in the place of ``ids[q_idx] == ids[kv_idx]``.
+    Memory grows with the PARTIAL tiles, time with ``L * S``. One form is known and takes far less: packed
+    documents, ``ids[q_idx] == ids[kv_idx]``, alone or with ``& (q_idx >= kv_idx)``, of integers of which
+    equal ones follow each other. So do mask objects, as ``masks.Segments(ids)`` for these.
 
     Examples
     --------
@@ -284,6 +285,10 @@ def _evaluate(mod: Mod, sizes: Sequence[int | None], num_threads: int) -> MaskMa
         raise BackendError(f"a mask_mod is compiled by Numba, and {'; '.join(reasons)}")
     with no_fork:
         evaluate = import_module("fastattn.backends.jit.mask_map").evaluate
+        documents = import_module("fastattn._api.known_masks").documents
+    *outer, L, S = (1 if n is None else n for n in sizes)
+    if (keys := documents(mod, L, S)) is not None:
+        return build_mask_map(keys, tuple(min(n, 1) for n in outer), L, S, None)
     mask_map: MaskMap = evaluate(mod, sizes, num_threads)
     return mask_map
 

@@ -10,6 +10,7 @@ from typing import assert_type
 import numpy as np
 
 import fastattn
+from fastattn.biases import Grid, Relative
 from fastattn.layers import MultiHeadAttention
 from fastattn.masks import Causal, Mask, Segments, Window
 
@@ -27,6 +28,8 @@ def attention() -> None:
     )
     mask = Causal() & ~Window(1, 1)
     assert_type(fastattn.attention(x, x, x, mask=mask, out=np.empty_like(x), return_lse=False), np.ndarray)
+    biases = Grid(np.ones((5, 1)), np.ones((5, 5))) + Relative([[1.0], [2.0]])
+    assert_type(fastattn.attention(x, x, x, bias=(np.ones(5), biases), scale=[0.5, 2.0]), np.ndarray)
     assert_type(fastattn.attention(x, x, x, return_lse=True), Pair)
     assert_type(fastattn.attention(x, x, x, return_weights=True, mask=[[True]]), Pair)
     out, lse, weights = fastattn.attention(x, x, x, return_lse=True, return_weights=True)

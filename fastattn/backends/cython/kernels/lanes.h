@@ -298,7 +298,11 @@ static void adjust(void *s_tile, void *tile_max, ptrdiff_t ld, const ptrdiff_t *
 INLINE void add_run(const int has_row, const int adds, char *to, const char *from, REAL row, ptrdiff_t n) {
     const VEC row_vector = splat(row);
     ptrdiff_t j = 0;
-    for (; j + LANES <= n; j += LANES) {
+    for (; j < n; j += LANES) {
+        if (j + LANES > n) {
+            if (adds || n < LANES) break;
+            j = n - LANES; /* some are set twice */
+        }
         VEC x = load(from + j * (ptrdiff_t)sizeof(REAL));
         if (has_row) x = row_vector + x;
         if (adds) x = load(to + j * (ptrdiff_t)sizeof(REAL)) + x;

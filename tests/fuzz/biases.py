@@ -40,8 +40,10 @@ def check(record: Record, engine: Engine) -> None:
 
 
 def _arrays(gradient: Any) -> tuple[Array, ...]:
-    """That of an object of several arrays has one of each."""
-    return gradient if isinstance(gradient, tuple) else (gradient,)
+    """That of an object of several arrays has one of each, and so has that of a sum."""
+    if isinstance(gradient, tuple):
+        return tuple(array for part in gradient for array in _arrays(part))
+    return (gradient,)
 
 
 def _check_gradients(record: Record, engine: Engine) -> None:

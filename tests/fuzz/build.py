@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import ml_dtypes
@@ -517,13 +518,32 @@ def bias_shapes(chosen: Record, H: int, L: int, S: int) -> list[tuple[int, ...]]
     """Of the arrays that a bias object is made of."""
     if chosen["kind"] == "relative":
         return [(max(1, H) if chosen.get("per_head") else 1, chosen["entries"])]
+    if chosen["kind"] == "grid":
+        width = _width(chosen, S)
+        heads = max(1, H) if chosen.get("per_head") else 1
+        return [(heads, L, S // width), (heads, L, width)]
+    if chosen["kind"] == "sum":
+        return [shape for term in chosen["of"] for shape in bias_shapes(term, H, L, S)]
     raise ValueError(f"no arrays for the kind {chosen['kind']!r}")
 
 
 def bias_object(chosen: Record, arrays: list[Array]) -> biases.Bias:
     if chosen["kind"] == "relative":
         return biases.Relative(*arrays, chosen["offset"])
+    if chosen["kind"] == "grid":
+        return biases.Grid(*arrays)
+    if chosen["kind"] == "sum":
+        rest = iter(arrays)
+        terms = [
+            bias_object(term, list(islice(rest, 2 if term["kind"] == "grid" else 1))) for term in chosen["of"]
+        ]
+        return biases.Sum(*terms)
     raise ValueError(f"no bias object for the kind {chosen['kind']!r}")
+
+
+def _width(chosen: Record, S: int) -> int:
+    """Columns of a grid of S keys: as many as were drawn, or the next smaller number that divides S."""
+    return next(n for n in range(max(1, min(chosen["width"], S)), 0, -1) if S % n == 0)
 
 
 def bias_entries(chosen: Record, H: int, L: int, S: int) -> list[tuple[Array, ...]]:
@@ -533,16 +553,27 @@ def bias_entries(chosen: Record, H: int, L: int, S: int) -> list[tuple[Array, ..
         last, offset = chosen["entries"] - 1, chosen["offset"]
         rows = [[min(max(i + S - L - j + offset, 0), last) for j in range(S)] for i in range(L)]
         return [(h if chosen.get("per_head") else 0 * h, np.array(rows, np.int64).reshape(L, S))]
+    if chosen["kind"] == "grid":
+        heads, i, j = h if chosen.get("per_head") else 0 * h, np.arange(L)[:, None], np.arange(S)
+        width = _width(chosen, S)
+        return [(heads, i, j // width), (heads, i, j % width)]
+    if chosen["kind"] == "sum":
+        return [at for term in chosen["of"] for at in bias_entries(term, H, L, S)]
     raise ValueError(f"no entries for the kind {chosen['kind']!r}")
 
 
 def stored_bias(case: Case) -> Array:
-    """The bias that an object stands for, ``(H, L, S)``: its entries, added up in the type of a call."""
-    entries = bias_entries(case.record["bias"]["object"], case.H, case.L, case.S)
-    terms = [array[at] for array, at in zip(case.bias_arrays, entries, strict=True)]
-    if len(terms) == 1:
-        return terms[0]
-    total: Array = sum(term.astype(case.dtypes[0]) for term in terms)
+    """The bias that an object stands for, ``(H, L, S)``: its terms, added up in the type of a call."""
+    chosen = case.record["bias"]["object"]
+    entries = bias_entries(chosen, case.H, case.L, case.S)
+    found = [array[at] for array, at in zip(case.bias_arrays, entries, strict=True)]
+    if len(found) == 1:
+        return found[0]
+    rest = iter(x.astype(case.dtypes[0]) for x in found)
+    total: Any = None
+    for kind in (term["kind"] for term in chosen.get("of", [chosen])):
+        term = next(rest) if kind != "grid" else next(rest) + next(rest)
+        total = term if total is None else total + term
     return total
 
 

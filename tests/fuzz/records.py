@@ -251,9 +251,17 @@ def _axes(r: Random, record: Record) -> list[bool]:
     return [r.random() < 0.6 for _ in range(r.choice((full, full, 2, r.randint(0, full))))]
 
 
-def _bias_object(r: Random, record: Record) -> Record:
+def _bias_object(r: Random, record: Record, may_add: bool = True) -> Record:
     """A kind of `fastattn.biases`, and what it is made of but numbers: another is one more kind."""
     longest = record["len_q"] + record["len_k"]
+    kind = r.choices(
+        ("relative", "grid", "sum") if may_add else ("relative", "grid"), (3, 3, 2)[: 2 + may_add]
+    )[0]
+    if kind == "sum":
+        return {"kind": kind, "of": [_bias_object(r, record, False) for _ in range(r.choice((2, 2, 3)))]}
+    if kind == "grid":
+        width = r.choice((1, 2, 3, 4, 8, 14, 16, 32, 64, 128, 1000))
+        return {"kind": kind, "width": width, "per_head": r.random() < 0.6}
     entries = r.choice((1, 2, 3, 9, 32, max(1, longest - 1), longest + 5))
     offset = r.choice(
         (0, entries // 2, entries - 1, record["len_q"], -3, r.randint(-longest, longest), 10**30)

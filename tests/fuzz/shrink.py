@@ -13,7 +13,7 @@ _NEEDED = {
     "kind", "engine", "heads", "kv_heads", "len_q", "len_k", "head_dim", "value_dim", "steps", "stored",
     "lead", "spoil", "of", "axes", "by", "beyond", "bounds", "align", "index", "ids", "share",
     "flex", "function", "linear", "rope", "kernels", "map", "pairs", "layer", "dims", "chunks", "positions",
-    "recurrent", "rule", "reach", "reduction", "k", "entries", "offset",
+    "recurrent", "rule", "reach", "reduction", "k", "entries", "offset", "width",
 }  # fmt: skip
 _SIZES = ("len_q", "len_k", "head_dim", "value_dim")
 

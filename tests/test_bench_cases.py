@@ -132,6 +132,7 @@ KINDS = {
             SMALL, kv_heads=1, len_q=2, len_k=9, causal=True, value_dim=6, value_in_key=True
         ),
         "relative": replace(SMALL, bias="relative", len_k=9, causal=True),
+        "grid": replace(SMALL, bias="grid", len_k=9),
         "neighborhood": replace(SMALL, batch=1, heads=1, kv_heads=1, len_q=81, len_k=81, mask="neighborhood"),
         **{f"maxsim-{dtype}": replace(MAXSIM, dtype=dtype) for dtype in ("float32", "float16", "float64")},
         "maxsim-int8": replace(MAXSIM, storage="int8"),

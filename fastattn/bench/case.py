@@ -57,11 +57,18 @@ def _relative(case: Case, table: np.ndarray) -> np.ndarray:
     return table[:, np.arange(case.len_q)[:, None] - np.arange(case.len_k) + case.len_k - 1]
 
 
+def _grid(case: Case, table: np.ndarray) -> np.ndarray:
+    """Of each query the entries of the rows of a square, and then of its columns."""
+    rows, columns = np.split(table, 2, axis=-1)
+    return (rows[..., :, None] + columns[..., None, :]).reshape(case.heads, case.len_q, case.len_k)
+
+
 #: Bias objects: the shape of the array that each is made of, and the bias ``(H, L, S)`` that it stands for.
 BIAS_OBJECTS: dict[
     str, tuple[Callable[[Case], tuple[int, ...]], Callable[[Case, np.ndarray], np.ndarray]]
 ] = {
     "relative": (lambda case: (case.heads, case.len_q + case.len_k - 1), _relative),
+    "grid": (lambda case: (case.heads, case.len_q, 2 * round(case.len_k**0.5)), _grid),
 }
 
 #: Tokens of an image's row and column that a query of the mask "neighborhood" attends, as NAT's.

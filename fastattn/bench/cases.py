@@ -225,6 +225,8 @@ _TABLE: dict[str, list[_Row]] = {
          "a number for each head and distance, as T5's, by a bias object: bias-per-head is stored"),
         ("relative-decode", "1,32,1,4096,128",     dict(bias="relative", cold=True, baseline="mha-decode"),
          "the same in one token: mha-decode has none"),
+        ("sam-32",          "1,12,1024,1024,64",   dict(bias="grid"),
+         "SAM's decomposed positions, a global layer of ViT-B at 512 pixels, 32 x 32 patches"),
         ("neighborhood-56", "1,2,3136,3136,32",    dict(mask="neighborhood"),
          "NAT-Mini, first stage: 56 x 56 patches, each with 7 x 7 around it"),
     ],

@@ -19,6 +19,7 @@ from fastattn.bench.peers._base import Call, Peer, Unable, joined, take_new, wit
 #: The objects of `case.BIAS_OBJECTS`, of a case and the array that each is made of.
 BIASES: dict[Any, Callable[[Case, np.ndarray], fastattn.biases.Bias]] = {
     "relative": lambda case, table: fastattn.biases.Relative(table, case.len_q - 1),
+    "grid": lambda case, table: fastattn.biases.Grid(*np.split(table, 2, axis=-1)),
 }
 
 

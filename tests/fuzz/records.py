@@ -254,9 +254,8 @@ def _axes(r: Random, record: Record) -> list[bool]:
 def _bias_object(r: Random, record: Record, may_add: bool = True) -> Record:
     """A kind of `fastattn.biases`, and what it is made of but numbers: another is one more kind."""
     longest = record["len_q"] + record["len_k"]
-    kind = r.choices(
-        ("relative", "grid", "sum") if may_add else ("relative", "grid"), (3, 3, 2)[: 2 + may_add]
-    )[0]
+    kinds = ("relative", "grid", "sum")[: 2 + may_add if record["engine"] != "numba" else 1]
+    kind = r.choices(kinds, (3, 3, 2)[: len(kinds)])[0]
     if kind == "sum":
         return {"kind": kind, "of": [_bias_object(r, record, False) for _ in range(r.choice((2, 2, 3)))]}
     if kind == "grid":

@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from fastattn._api.c_entry import get_include
     from fastattn._api.conv import causal_conv1d
     from fastattn._api.flex import create_block_mask, flex_attention
+    from fastattn._api.flex_backward import flex_attention_backward
     from fastattn._api.info import show_config
     from fastattn._api.kernel_methods import kernel_logsumexp, kernel_regression
     from fastattn._api.linear import linear_attention, random_features
@@ -96,12 +97,13 @@ if TYPE_CHECKING:
     from fastattn._api.rope import rope, rope_tables
     from fastattn._cache.cache import KVCache
     from fastattn._cache.recurrent import RecurrentState
-    from fastattn._call.gradients import Gradients
+    from fastattn._call.gradients import FlexGradients, Gradients
     from fastattn._call.linear import LinearState, RandomFeatures
     from fastattn._call.recurrent import RecurrentGradients
 
 __all__ = [
     "BackendError",
+    "FlexGradients",
     "Gradients",
     "KVCache",
     "LinearState",
@@ -118,6 +120,7 @@ __all__ = [
     "create_block_mask",
     "dropout_mask",
     "flex_attention",
+    "flex_attention_backward",
     "gated_linear_attention",
     "gated_linear_attention_backward",
     "get_include",
@@ -145,6 +148,7 @@ __all__ = [
 
 #: Imported when they are first named, and by which module: an import of the package is short.
 _ON_FIRST_USE = {
+    "FlexGradients": "fastattn._call.gradients",
     "Gradients": "fastattn._call.gradients",
     "KVCache": "fastattn._cache.cache",
     "LinearState": "fastattn._call.linear",
@@ -156,6 +160,7 @@ _ON_FIRST_USE = {
     "causal_conv1d": "fastattn._api.conv",
     "create_block_mask": "fastattn._api.flex",
     "flex_attention": "fastattn._api.flex",
+    "flex_attention_backward": "fastattn._api.flex_backward",
     "gated_linear_attention": "fastattn._api.recurrent",
     "gated_linear_attention_backward": "fastattn._api.recurrent",
     "get_include": "fastattn._api.c_entry",

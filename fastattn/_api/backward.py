@@ -135,7 +135,7 @@ def attention_backward(
     completed = complete("B", attention_backward, options, extra)
     backward = normalize_backward(query, key, value, completed, grad_out=grad_out, out=out, lse=lse)
     given = completed | {"query": query, "key": key, "value": value}
-    return _differentiate(backward, given, completed["layout"] == "bshd")
+    return differentiate(backward, given, completed["layout"] == "bshd")
 
 
 @overload
@@ -242,10 +242,10 @@ def varlen_attention_backward(
     outputs = {"grad_out": grad_out, "out": out, "lse": lse}
     starts = cu_seqlens_q, cu_seqlens_k
     backward = normalize_backward(query, key, value, completed, **outputs, cu_seqlens=starts)
-    return _differentiate(backward, completed | {"query": query, "key": key, "value": value}, True)
+    return differentiate(backward, completed | {"query": query, "key": key, "value": value}, True)
 
 
-def _differentiate(backward: Backward, given: dict[str, Any], swapped: bool) -> Gradients:
+def differentiate(backward: Backward, given: dict[str, Any], swapped: bool) -> Gradients:
     """The gradients as the caller wants them, who gave these arguments. `swapped`: their length axes stand
     before their head axes."""
     threads = host.threads_for(given["num_threads"])

@@ -144,13 +144,9 @@ def flex_attention(
     True
     """
     options = complete("F", flex_attention, options, extra)
-    mask, block_mask = options["mask"], options["block_mask"]
-    if block_mask is not None:
-        if not isinstance(block_mask, Mask):
-            raise TypeError(f"block_mask must be a fastattn.masks object, got {describe(block_mask)}")
-        mask = block_mask if mask is None else _both_masks(query, key, value, options)
-    values = _aux(options["aux"])
-    score, allowed = _mod(options["score_mod"], values), _mod(options["mask_mod"], values)
+    mask = mask_of(query, key, value, options)
+    values = as_aux(options["aux"])
+    score, allowed = as_mod(options["score_mod"], values), as_mod(options["mask_mod"], values)
     options["mask"] = mask.array if type(mask) is Dense else mask
     keys: Any = None
     signature: Any = False
@@ -164,16 +160,20 @@ def flex_attention(
 
 
 @naming_shapes
-def _both_masks(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Mask:
-    return as_mask(options["mask"], np.ndim(query) == 2) & options["block_mask"]
+def mask_of(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
+    """`mask` and `block_mask` as one."""
+    mask, block_mask = options["mask"], options["block_mask"]
+    if block_mask is None:
+        return mask
+    if not isinstance(block_mask, Mask):
+        raise TypeError(f"block_mask must be a fastattn.masks object, got {describe(block_mask)}")
+    return block_mask if mask is None else as_mask(mask, np.ndim(query) == 2) & block_mask
 
 
 def _normalize(
     query: Any, key: Any, value: Any, options: dict[str, Any], score: Any, allowed: Any, aux: list[Any]
 ) -> Request:
-    for kind, mod, names in (("score_mod", score, _SCORE_MOD), ("mask_mod", allowed, _MASK_MOD)):
-        if mod is not None:
-            _check_function(kind, mod.function, names, aux)
+    check_functions(aux, score_mod=score, mask_mod=allowed)
     on_gpu = as_device_array(query, "query")
     if score is not None or allowed is not None:
         arrays = {f"aux[{i}]": x for i, x in enumerate(aux) if x.ndim}
@@ -184,9 +184,21 @@ def _normalize(
         if out is not None and any(x.ndim and overlap(out, x) for x in aux):
             raise ValueError(f"out must not share memory with aux on {out.device}")
         return request._replace(problem=request.problem._replace(score_mod=score, mask_mod=allowed))
-    mask = None if allowed is None else _FunctionMask(allowed, threads_for(options["num_threads"]))
+    mask = function_mask(allowed, options)
     request = normalize(query, key, value, options, function_mask=mask, may_fail=score is not None)
     return request._replace(problem=request.problem._replace(score_mod=score))
+
+
+def check_functions(aux: Sequence[Any], **mods: Any) -> None:
+    """TypeError unless each function, under its argument's name, takes the arguments that it is called with."""
+    for kind, mod in mods.items():
+        if mod is not None:
+            _check_function(kind, mod.function, _MASK_MOD if kind == "mask_mod" else _SCORE_MOD, aux)
+
+
+def function_mask(allowed: Any, options: dict[str, Any]) -> Mask | None:
+    """The mask of a mask_mod, evaluated where it is bound."""
+    return None if allowed is None else _FunctionMask(allowed, threads_for(options["num_threads"]))
 
 
 @refusing
@@ -254,13 +266,13 @@ def create_block_mask(
     ..++
     ..++
     """
-    values = _aux(aux)
+    values = as_aux(aux)
     for i, value in enumerate(values):
         host_array(value, f"aux[{i}]")
     _check_function("mask_mod", mask_mod, _MASK_MOD, values)
     batch, heads = (None if n is None else whole_number(n, name) for n, name in ((B, "B"), (H, "H")))
     len_q, len_k = whole_number(L, "L"), whole_number(S, "S")
-    mask_map = _evaluate(_mod(mask_mod, values), (batch, heads, len_q, len_k), threads_for(num_threads))
+    mask_map = _evaluate(as_mod(mask_mod, values), (batch, heads, len_q, len_k), threads_for(num_threads))
     return BlockMask(mask_map, 1 if batch is None else batch, 1 if heads is None else heads, len_q, len_k)
 
 
@@ -302,7 +314,7 @@ def _compiler() -> Any:
         return import_module("fastattn.backends.jit.functions")
 
 
-def _mod(function: Any, aux: Sequence[Any]) -> Any:
+def as_mod(function: Any, aux: Sequence[Any]) -> Any:
     """A function of the caller's, with what it reads and what tells it apart from others; None for none."""
     if function is None:
         return None
@@ -346,7 +358,7 @@ def _check_function(kind: str, function: Any, names: tuple[str, ...], aux: Seque
         ) from error
 
 
-def _aux(aux: Any) -> list[Any]:
+def as_aux(aux: Any) -> list[Any]:
     """Arrays and NumPy scalars of native bool, integer or float dtypes."""
     if type(aux) not in (tuple, list) and (isinstance(aux, (str, bytes)) or not isinstance(aux, Sequence)):
         raise TypeError(f"aux must be a tuple or list of arrays and numbers, got {type(aux).__name__}")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 
-from fastattn._call.problem import FLOAT64, Problem
+from fastattn._call.problem import FLOAT64, Mod, Problem
 from fastattn._machine.constants import SCORE_COLUMNS
 from fastattn.biases import Sums
-from fastattn.masks.arguments import show_shapes
+from fastattn.masks.arguments import show_shape, show_shapes
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # which every checker has
@@ -23,7 +23,7 @@ else:
 
     Gradient = TypeVar("Gradient", covariant=True)
 
-#: What gradients there are with respect to.
+#: What gradients of `attention` there are with respect to.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
 
@@ -56,9 +56,12 @@ class Backward(NamedTuple):
     lse: np.ndarray  #: ``(*lead, H, L)``, of `dtype`, C-contiguous
     grad_out: np.ndarray  #: ``(*lead, H, L, E)``, of the problem's `dtype` or in 16 bits; any strides
     grad_lse: np.ndarray | None  #: ``(*lead, H, L)``, of `dtype`, C-contiguous
-    wrt: frozenset[str]  #: some of `DIFFERENTIABLE`
+    wrt: frozenset[str]  #: some of `DIFFERENTIABLE`, and ``"aux"`` beside a score_mod
     bias: tuple[Sums, ...]  #: what the gradient of each part of the bias is made of
     query_factors: np.ndarray | None  #: ``(H,)``, by which the caller's query was multiplied
+    score_grad: Mod | None = None  #: the derivative of the problem's score_mod, where the caller gives it
+    #: Of each of `aux`, float64 zeros of its shape to be filled; None where there is no gradient
+    grad_aux: tuple[np.ndarray | None, ...] = ()
 
     def of_heads(self, heads: slice) -> Backward:
         """The call of some query heads, as many of each key/value head."""
@@ -73,7 +76,7 @@ class Backward(NamedTuple):
     def zeros(self) -> Gradients:
         """Room for the gradients that are asked for."""
         found: dict[str, Any] = dict.fromkeys(Gradients._fields)
-        for name in self.wrt - {"bias"}:
+        for name in self.wrt - {"bias", "aux"}:
             dtype = FLOAT64 if name == "sinks" else self.problem.dtype
             found[name] = np.zeros(getattr(self.problem, name).shape, dtype)
         if "bias" in self.wrt:
@@ -110,3 +113,25 @@ class Gradients(NamedTuple, Generic[Gradient]):
 
     def __repr__(self) -> str:
         return show_shapes(self)
+
+
+class FlexGradients(NamedTuple, Generic[Gradient]):
+    """Gradients with respect to the arguments of `flex_attention`; None for what was not asked for.
+
+    The first five are those of `Gradients`. `aux` is a tuple with one for each of `aux`: an array of its shape
+    and dtype, or None for integers and bools.
+    """
+
+    query: Gradient
+    key: Gradient
+    value: Gradient
+    bias: np.ndarray | None
+    sinks: np.ndarray | None
+    aux: tuple[np.ndarray | None, ...] | None
+
+    def __repr__(self) -> str:
+        text = show_shapes(self._replace(aux=None))
+        if self.aux is None:
+            return text
+        listed = ", ".join(map(show_shape, self.aux)) + "," * (len(self.aux) == 1)
+        return f"{text.removesuffix('None)')}({listed}))"

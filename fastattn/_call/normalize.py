@@ -48,7 +48,7 @@ from fastattn._call.arguments import (
     overlap,
 )
 from fastattn._call.options import DEFAULTS
-from fastattn._call.problem import MAX_DIM, MAX_ROWS, Problem, mean_over_heads
+from fastattn._call.problem import MAX_DIM, MAX_ROWS, Mod, Problem, mean_over_heads
 from fastattn._call.storage import Paged, Quantized, Rows
 from fastattn._machine.device import (
     DeviceArray,
@@ -201,10 +201,7 @@ def _normalize(
     inputs = inputs.located(None if band is None else band.lengths)
     if band is not None and keep_first:
         band = band._replace(keep_first=keep_first)
-    mask = _mask(inputs, options)
-    if function_mask is not None:
-        mask = function_mask if mask is None else function_mask & mask
-    lowered = _lower(mask, inputs, band)
+    lowered = _lower(_both(function_mask, _mask(inputs, options)), inputs, band)
     bias = _bias_of_scores(options["bias"], inputs)
     return _assemble(inputs, band, lowered, bias, options, may_fail)
 
@@ -272,9 +269,14 @@ def normalize_backward(
     out: ArrayLike,
     lse: ArrayLike,
     cu_seqlens: tuple[ArrayLike, ArrayLike | None] | None = None,
+    function_mask: masks.Mask | None = None,
+    score_mod: Mod | None = None,
 ) -> Backward:
     """The arguments of `attention_backward` as a `Backward`, with `cu_seqlens` those of
-    `varlen_attention_backward`; see there for what they mean and what is raised."""
+    `varlen_attention_backward`; see there for what they mean and what is raised.
+
+    With `function_mask`, as of `_normalize`, and `score_mod` those of `flex_attention_backward`.
+    """
     from fastattn._call.gradients import DIFFERENTIABLE, Backward  # no part of an import of the package
 
     arrays = [as_array(x, name) for x, name in named(query, key, value)]
@@ -291,7 +293,7 @@ def normalize_backward(
     if cu_seqlens is None:
         inputs = as_inputs(*arrays, swapped=is_swapped(options["layout"]))
         band = _band(inputs, options)
-        lowered = _lower(_mask(inputs, options), inputs, band)
+        lowered = _lower(_both(function_mask, _mask(inputs, options)), inputs, band)
     else:
         q, k, v = arrays
         inputs, lowered = _packed(q, k, v, options, *cu_seqlens)
@@ -305,10 +307,12 @@ def normalize_backward(
         return array[None] if inputs.flat else array
 
     results = as_result(out, "out", inputs), None, None
-    problem = _problem(inputs, results, band, lowered, bias, numbers)
-    names = check_wrt(options["wrt"], DIFFERENTIABLE)
+    problem = _problem(inputs, results, band, lowered, bias, numbers | {"score_mod": score_mod})
+    of_aux = ("aux",) if "aux" in options else ()
+    names = check_wrt(options["wrt"], DIFFERENTIABLE + of_aux)
     for name in names:
-        if (name == "bias" and not parts) or (name == "sinks" and problem.sinks is None):
+        given = {"bias": parts, "sinks": problem.sinks is not None, "aux": options.get("aux")}
+        if not given.get(name, True):
             raise ValueError(f"wrt names {name}, which is not given")
     return Backward(
         problem=problem,
@@ -578,6 +582,10 @@ def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndar
 
 def _mask(inputs: _Inputs, options: dict[str, Any]) -> masks.Mask | None:
     return None if options["mask"] is None else as_mask(options["mask"], inputs.flat)
+
+
+def _both(one: masks.Mask | None, other: masks.Mask | None) -> masks.Mask | None:
+    return other if one is None else one if other is None else one & other
 
 
 def _lower(mask: masks.Mask | None, inputs: _Inputs, band: Band | None) -> base.Lowered:

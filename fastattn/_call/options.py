@@ -72,6 +72,13 @@ if TYPE_CHECKING:
         key_lengths: ArrayLike | None
         layout: LayoutName
 
+    class FlexBackwardOptions(BackwardOptions, total=False):
+        score_mod: Callable[..., object] | None
+        score_grad: Callable[..., object] | None
+        mask_mod: Callable[..., object] | None
+        block_mask: Mask | None
+        aux: Sequence[ArrayLike]
+
     class ReductionOptions(_ScoreOptions, total=False):
         mask: Mask | ArrayLike | None
         causal: CausalRule
@@ -139,36 +146,37 @@ class Option(NamedTuple):
 
 
 OPTIONS = (
-    Option("score_mod", None, NEVER, "F"),
-    Option("mask_mod", None, NEVER, "F"),
-    Option("block_mask", None, NEVER, "F"),
-    Option("aux", (), NEVER, "F"),
-    Option("grad_lse", None, NEVER, "BW"),
-    Option("mask", None, MASK, "ABCFLRVW"),
-    Option("bias", None, ARRAY, "ABCFLRVW"),
-    Option("causal", False, CHOICE, "ABCFLRVW", (False, True, "top_left", "bottom_right")),
-    Option("window", None, BOUNDS, "ABCFLRVW"),
-    Option("key_lengths", None, LENGTHS, "ABFLR"),
-    Option("scale", None, REAL, "ABCFLRVW"),
-    Option("softcap", None, REAL, "ABCFLRVW"),
-    Option("sinks", None, ARRAY, "ABCFLRVW"),
-    Option("layout", "bhsd", CHOICE, "ABFR", ("bhsd", "bshd")),
-    Option("dropout", 0.0, REAL, "ABFLVW"),
-    Option("seed", None, SEED, "ABFLVW"),
-    Option("wrt", ("query", "key", "value"), NEVER, "BW"),
+    Option("score_mod", None, NEVER, "FG"),
+    Option("score_grad", None, NEVER, "G"),
+    Option("mask_mod", None, NEVER, "FG"),
+    Option("block_mask", None, NEVER, "FG"),
+    Option("aux", (), NEVER, "FG"),
+    Option("grad_lse", None, NEVER, "BGW"),
+    Option("mask", None, MASK, "ABCFGLRVW"),
+    Option("bias", None, ARRAY, "ABCFGLRVW"),
+    Option("causal", False, CHOICE, "ABCFGLRVW", (False, True, "top_left", "bottom_right")),
+    Option("window", None, BOUNDS, "ABCFGLRVW"),
+    Option("key_lengths", None, LENGTHS, "ABFGLR"),
+    Option("scale", None, REAL, "ABCFGLRVW"),
+    Option("softcap", None, REAL, "ABCFGLRVW"),
+    Option("sinks", None, ARRAY, "ABCFGLRVW"),
+    Option("layout", "bhsd", CHOICE, "ABFGR", ("bhsd", "bshd")),
+    Option("dropout", 0.0, REAL, "ABFGLVW"),
+    Option("seed", None, SEED, "ABFGLVW"),
+    Option("wrt", ("query", "key", "value"), NEVER, "BGW"),
     Option("out", None, ARRAY, "ACFLV"),
     Option("return_lse", False, CHOICE, "ACFLV", (False, True)),
     Option("return_weights", False, CHOICE, "ACFLV", (False, True, "mean")),
-    Option("num_threads", None, COUNT, "ABCFLRVW"),
-    Option("backend", None, CHOICE, "ABCFLRVW", (None, "cython", "numba")),  # the others prepare no calls
+    Option("num_threads", None, COUNT, "ABCFGLRVW"),
+    Option("backend", None, CHOICE, "ABCFGLRVW", (None, "cython", "numba")),  # the others prepare no calls
 )
 
 DEFAULTS = {option.name: option.default for option in OPTIONS}
 
 #: The options of each function, with their defaults: `attention`, `attention_backward`, `KVCache.attend`,
-#: `flex_attention`, `MultiHeadAttention`, `reduce_scores` and `key_weights`, `varlen_attention`, and
-#: `varlen_attention_backward`; none of others.
-TAKERS = {letter: {o.name: o.default for o in OPTIONS if letter in o.takers} for letter in " ABCFLRVW"}
+#: `flex_attention`, `flex_attention_backward`, `MultiHeadAttention`, `reduce_scores` and `key_weights`,
+#: `varlen_attention`, and `varlen_attention_backward`; none of others.
+TAKERS = {letter: {o.name: o.default for o in OPTIONS if letter in o.takers} for letter in " ABCFGLRVW"}
 TAKERS["C"]["causal"], TAKERS["L"]["causal"] = True, None
 
 

@@ -73,7 +73,7 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
     with np.errstate(invalid="ignore"):
         low = np.where(np.isfinite(high), base - high, 0)
     grad_scale, scale = 1.0, problem.scale
-    if not problem.bias and LEAST_SCALE <= abs(scale) <= 1:
+    if not problem.bias and "aux" not in backward.wrt and LEAST_SCALE <= abs(scale) <= 1:
         grad_scale, scale = scale, 1.0  # the whole scale is applied where grad_out is packed
     room = Room(
         grad_scale,

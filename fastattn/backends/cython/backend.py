@@ -29,7 +29,7 @@ from fastattn._machine.constants import ISAS, SMALL_WORK
 from fastattn.backends._base import Backend, Prepared
 from fastattn.backends.cpu.backward import gradients_of, make_room
 from fastattn.backends.cpu.record import write_record
-from fastattn.backends.jit.loading import loop_of, reasons_no_compiler
+from fastattn.backends.jit.loading import gradient_loops_of, loop_of, reasons_no_compiler
 
 try:
     import fastattn.backends.cython.driver as driver
@@ -92,6 +92,9 @@ class CythonBackend(Backend):
         problem = backward.problem
         target = Target(**driver.target(problem.dtype.itemsize))
         schedule = make_backward_schedule(problem, target, num_threads)
+        if "aux" in backward.wrt:  # the order of its sums is that of the tasks
+            n_tasks = problem.sizes.heads * -(-problem.len_k // schedule.block_k)
+            schedule = schedule._replace(split_tiles=1, n_tasks=n_tasks)
         of_gradients = problem._replace(out=backward.grad_out)
         larger = {}
         if any(array.dtype != problem.dtype for array in (problem.query, problem.out, backward.grad_out)):
@@ -99,10 +102,14 @@ class CythonBackend(Backend):
             larger = {"staged": schedule.max_lanes * row, "staged_rows": 8 * schedule.max_lanes}
         for all_large in (False, True):
             room = make_room(backward, schedule, target.lanes)
+            loops = gradient_loops_of(backward, schedule)
+            n_threads = schedule.num_threads
+            if loops is not None and loops.sums is not None:
+                n_threads = min(n_threads, len(loops.sums))
             again = driver.differentiate(
                 write_record(of_gradients, schedule, target, **larger), of_gradients.arrays(),
-                write_record(problem, schedule, target), problem.arrays(), schedule.num_threads,
-                tuple(name in backward.wrt for name in ("query", "key", "value")), room, all_large,
+                write_record(problem, schedule, target), problem.arrays(), n_threads,
+                tuple(name in backward.wrt for name in ("query", "key", "value")), room, loops, all_large,
             )  # fmt: skip
             if not again:
                 break

@@ -12,7 +12,7 @@ cdef void pass_bias_turns(const Job *job, const Gradients *g, const Tile *tile, 
             fastattn_pass_turn(turns + index, tile.head + 1)
 
 
-cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, Tile *tile, bint loaded,
+cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, Tile *tile, Py_ssize_t task, bint loaded,
                    bint nonfinite_keys) noexcept nogil:
     """One query block and one key tile; whether the query block is loaded afterwards, as `loaded` says it is before."""
     cdef Py_ssize_t number = tile.key0 // job.block_k, plain, plain_stop
@@ -28,10 +28,10 @@ cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
         if (not tile.query_norm * tile.key_norm < 0.99 * g.large_norms
                 and not g.is_large[tile.head * job.n_blocks + tile.index]):
             g.needs_own_lse = True
-        find_scores(job, g, w, t, block, tile)
-        find_change(job, g, w, t, block, tile)
         nonfinite = ((nonfinite_keys or g.nonfinite[tile.head * job.n_blocks + tile.index])
                      and masks_some(job, tile.state))
+        find_scores(job, g, w, t, block, tile, nonfinite)
+        find_change(job, g, w, t, block, tile)
     if g.bias_turns != NULL:
         bias_turn = g.bias_turns + number * job.n_blocks + tile.index
         fastattn_wait_for_turn(bias_turn, tile.head)
@@ -40,6 +40,8 @@ cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
     if g.bias_turns != NULL:
         pass_bias_turns(job, g, tile, g.bias_turns + number * job.n_blocks)
     if tile.n_keys > 0:
+        if tile.state != TILE_EMPTY and job.has_score_mod:
+            differentiate_functions(job, g, w, t, block, tile, task)
         if tile.state != TILE_EMPTY and job.softcap > 0:
             kernels_of(job).uncap(t.change, t.capped, block.ld, tile.n_keys, job.softcap)
         add_tile(job, g, w, t, block, tile, nonfinite)
@@ -66,6 +68,8 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
     cdef Tile tile
     tile.head = task % g.heads
     tile.task_key0 = key0
+    if g.functions.turns != NULL:
+        fastattn_wait_for_turn(g.functions.turns + task % g.functions.n_partial, task // g.functions.n_partial)
     if g.diagonal_turn != NULL:
         memset(t.diagonals, 0, job.group_size * (job.len_q + t.task_keys) * sizeof(double))
     for tile.index in range(job.n_blocks):
@@ -99,7 +103,7 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
                 tile.sets_keys = False
                 are_set |= <uint64_t>1 << number
             if key < key0 + n_keys and (tile.n_keys > 0 or g.bias_turns != NULL):
-                loaded = run_tile(job, g, w, t, &block, &tile, loaded, nonfinite_keys)
+                loaded = run_tile(job, g, w, t, &block, &tile, task, loaded, nonfinite_keys)
                 if tile.state != TILE_EMPTY:
                     are_set |= <uint64_t>1 << number
     for number in range(g.task_tiles):
@@ -108,6 +112,8 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
             clear_keys(job, g, tile.head, key, min(job.block_k, key0 + n_keys - key))
     if g.diagonal_turn != NULL:
         add_diagonals(job, g, t, task, key0, n_keys)
+    if g.functions.turns != NULL:
+        fastattn_pass_turn(g.functions.turns + task % g.functions.n_partial, task // g.functions.n_partial + 1)
 
 
 cdef inline double largest_score(const Gradients *g, double query_norm, double key_norm) noexcept nogil:
@@ -176,7 +182,7 @@ cdef void find_own_lse(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t 
         load_keys(job, &block.key, t.keys, g.query_ld, key, n_loaded, job.head_dim)
         if job.scores_on_tiles:
             split_task_keys(job, g, t, n_loaded)
-        find_scores(job, g, w, t, &block, &tile)
+        find_scores(job, g, w, t, &block, &tile, False)
         for j in range(tile.n_keys):
             set_real(t.change + j * size,
                      norm_of(job, t.keys + (tile.key0 - key + j) * g.query_ld * size, g.query_ld), size)
@@ -224,10 +230,26 @@ cdef bint run_stage(Gradients *g, Stage stage, Py_ssize_t n_tasks, int num_threa
     return run_on_threads(run_gradient_tasks, g, n_tasks, num_threads, True)
 
 
+cdef void set_functions(Job *job, Functions *f, loops):
+    """Sets the addresses of a `GradientLoops`."""
+    cdef cnp.ndarray sums = loops.sums
+    job.score_mod = loops.score
+    job.aux = loops.aux.buffer_info()[0]
+    f.slope = <score_loop><size_t>loops.slope
+    f.of_aux = <aux_loop><size_t>loops.of_aux
+    f.aux_of_slope = <const char *><size_t>loops.aux_of_slope.buffer_info()[0]
+    f.aux_of_aux = <const char *><size_t>loops.aux_of_aux.buffer_info()[0]
+    f.turns = <int64_t *>address_of(loops.turns)
+    f.sums = <double *>address_of(sums)
+    if sums is not None:
+        f.n_partial = sums.shape[0]
+        f.n_sums = sums.shape[1]
+
+
 def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, int num_threads, tuple wants,
-                  room, bint all_large):
+                  room, loops, bint all_large):
     """Fills the gradients of a `fastattn.backends.cpu.backward.Room`; see `Gradients` for its arrays. Returns whether it
-    must be done again with `all_large`, as scores may be large where no lse is.
+    must be done again with `all_large`, as scores may be large where no lse is. loops: a `GradientLoops`, or None.
 
     `arrays` are those of `Problem.arrays` where the record's `out` is the gradient of the outputs; in forward_record it
     is the outputs. `wants`: whether the gradients of query, key and value are asked for.
@@ -238,6 +260,7 @@ def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, in
     cdef cnp.ndarray base = room.base, query = room.query, value = room.value, turns, of_blocks, reads
     cdef cnp.ndarray words = room.bias_words
     cdef bint done
+    cdef int64_t outside, at
     cdef Py_ssize_t n_blocks, number
     set_addresses(job, tuple(arrays))
     set_addresses(forward, tuple(forward_arrays))
@@ -280,13 +303,19 @@ def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, in
         g.has_grids |= bias_sums(job, &g, number).kind == BIAS_OF_GRID
     g.bias_turns = <int64_t *>address_of(room.bias_turns)
     g.diagonal_turn = <int64_t *>address_of(room.diagonal_turn)
+    if loops is not None:
+        set_functions(job, &g.functions, loops)
     with nogil:
         done = run_stage(&g, STAGE_PREPARE, n_blocks, num_threads)
         if done and memchr(g.is_large, 1, n_blocks) != NULL:
             done = run_stage(&g, STAGE_OWN_LSE, n_blocks, num_threads)
         done = done and run_stage(&g, STAGE_KEYS, job.n_tasks, num_threads)
+        outside = job.read_outside
+        at = job.outside_at - 1
     free(job)
     free(forward)
     if not done:
         raise MemoryError("no memory for the tiles of a thread")
+    if loops is not None and not g.needs_own_lse:
+        loops.finish(outside, at, g.functions.outside)
     return g.needs_own_lse

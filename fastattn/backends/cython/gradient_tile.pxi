@@ -22,6 +22,23 @@ cdef enum Stage:
     STAGE_KEYS      # key tiles
 
 
+ctypedef void (*aux_loop)(const void *scores, const void *change, Py_ssize_t ld, Py_ssize_t n, Py_ssize_t n_keys,
+                          Py_ssize_t key0, Py_ssize_t item, const Py_ssize_t *row_h, const Py_ssize_t *row_i,
+                          const char *aux, double *sums) noexcept nogil
+
+
+cdef struct Functions:
+    # Compiled loops around a score_mod, and what they read: see `fastattn.backends.jit.functions.GradientLoops`.
+    score_loop slope         # its derivative in the score; NULL: nobody asks
+    aux_loop of_aux          # and in what it reads of `aux`
+    const char *aux_of_slope
+    const char *aux_of_aux
+    double *sums             # (n_partial, n_sums): partial sums of the gradients of `aux`
+    int64_t *turns           # (n_partial): which of the tasks that add to a partial sum is next
+    Py_ssize_t n_partial, n_sums
+    int64_t outside          # the bits of reads out of bounds in `slope`
+
+
 cdef struct Gradients:
     # What a backward call reads and writes beside its Job, of which `out` is the gradient of the outputs. Rows are those
     # of a key/value head, row = i * group + g, and have a whole number of vectors.
@@ -57,6 +74,7 @@ cdef struct Gradients:
     double large_score       # see `fastattn._call.gradients`, in natural units
     double large_norms
     double score_rounding, usual_rounding
+    Functions functions      # where there is a score_mod
     Stage stage
 
 
@@ -77,7 +95,7 @@ cdef struct Tiles:
     char *query_rows     # rows of query and grad_out, padded
     char *grad_rows
     char *change         # the products of grad_out and values, then the gradients of the scores
-    char *capped         # scores after the soft-cap, before bias and mask
+    char *capped         # scores after the soft-cap, before score_mod, bias and mask
     double *grids        # of each of the BiasSums of a grid: sums of `change` over the keys of its rows and of its columns
     char *band           # BIAS_OF_DIAGONALS: sums along the diagonals of a tile, of each head of the group
     double *diagonals    # and of the task, (group, len_q + task_keys)
@@ -112,6 +130,10 @@ cdef inline Py_ssize_t grid_sums(const Job *job) noexcept nogil:
     return (job.block_k + 3) * job.max_lanes
 
 
+cdef inline bint keeps_capped(const Job *job) noexcept nogil:
+    return job.softcap > 0 or job.has_score_mod
+
+
 cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles *t) noexcept nogil:
     """Sets the addresses of a thread's tiles from `base` on, a cache line; returns their size in bytes."""
     cdef Py_ssize_t size = job.itemsize, lanes = job.max_lanes, keys = g.task_tiles * job.block_k
@@ -125,7 +147,7 @@ cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles 
     t.query_rows = take(&at, lanes * q)
     t.grad_rows = take(&at, lanes * v)
     t.change = take(&at, job.block_k * lanes * size)
-    t.capped = take(&at, job.block_k * lanes * size if job.softcap > 0 else 0)
+    t.capped = take(&at, job.block_k * lanes * size if keeps_capped(job) else 0)
     if g.has_grids:
         t.grids = <double *>take(&at, g.n_bias_sums * grid_sums(job) * sizeof(double))
     if g.diagonal_turn != NULL:
@@ -432,8 +454,9 @@ cdef void score_on_tiles(const Job *job, const Gradients *g, Scratch *w, Tiles *
                 scores[j * block.ld + lane] = other[j * block.ld + lane]
 
 
-cdef void find_scores(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block, const Tile *tile) noexcept nogil:
-    """The scores of a tile, masked, into w.scores."""
+cdef void find_scores(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block, Tile *tile,
+                      bint notes_masked) noexcept nogil:
+    """The scores of a tile, masked, into w.scores. notes_masked: the mask words include what a score_mod masked."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t size = job.itemsize, v, lane, j
     cdef ScoreTile scores
@@ -447,9 +470,11 @@ cdef void find_scores(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block 
                       size, NULL, 0, 0)
     memcpy(w.tile_max, w.empty, block.ld * size)
     scores = lane_tile(job, w, block, tile.state, tile.key0, 0, tile.n_keys, w.stops)
-    if job.softcap > 0:
+    if keeps_capped(job):
         scores.capped = t.capped
     adjust_scores(job, w, block, &scores)
+    if job.has_score_mod and notes_masked:
+        tile.state = note_masked(job, w, block, &scores)
     if g.seen == NULL:
         return
     for lane in range(block.n_rows):
@@ -473,6 +498,21 @@ cdef void find_change(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block 
     kernels.differentiate(w.scores, t.change, g.base + first, g.base + first + g.heads * g.padded_rows * size,
                           g.delta + first, block.ld, tile.n_keys, job.exponent_factor,
                           g.is_large[tile.head * job.n_blocks + tile.index], kept, job.kept_share)
+
+
+cdef void differentiate_functions(const Job *job, Gradients *g, const Scratch *w, const Tiles *t, const Block *block,
+                                  const Tile *tile, Py_ssize_t task) noexcept nogil:
+    """The gradients of what a score_mod returned become those of the scores; their parts of those of `aux` are added."""
+    cdef Functions *f = &g.functions
+    cdef int64_t outside
+    if f.of_aux != NULL:
+        f.of_aux(t.capped, t.change, block.ld, block.n_rows, tile.n_keys, tile.key0, block.item, w.row_h, w.row_i,
+                 f.aux_of_aux, f.sums + task % f.n_partial * f.n_sums)
+    if f.slope != NULL:
+        outside = f.slope(t.capped, t.change, block.ld, block.n_vectors * job.lanes, tile.n_keys, tile.key0, block.item,
+                          w.row_h, w.row_i, f.aux_of_slope)
+        if outside:
+            f.outside = outside
 
 
 cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block) noexcept nogil:

@@ -5,13 +5,15 @@ Numba's own passes come first and last; between them
     prune      replaces Numba's: keeps branches on captured arrays and floats
     inline     inlines all calls of Python functions, compiled by Numba or not, so that one function is left
     rewrite    gives literals the scores' dtype, replaces exp, exp2 and tanh by ours, makes captured arrays
-               and floats arguments, and reads elements of arrays by `checks.CHECKED`
+               and floats arguments, and reads elements of arrays by `checks.CHECKED`; where a derivative is
+               asked for, it replaces functions and operators by those of `derivatives`
 
 and `lowering` takes the place of Numba's.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,8 +28,8 @@ from numba.core.postproc import PostProcessor
 from numba.core.registry import cpu_target
 from numba.core.untyped_passes import DeadBranchPrune, InlineInlinables
 
-from fastattn.backends.jit import literals, vector_math
-from fastattn.backends.jit.checks import CHECKED, OTHER
+from fastattn.backends.jit import derivatives, literals, vector_math
+from fastattn.backends.jit.checks import CHECKED, OTHER, static_item
 from fastattn.backends.jit.identity import as_function, holds_array
 from fastattn.backends.jit.lowering import Lowering, refuse, refuse_python
 
@@ -56,6 +58,7 @@ class _Task(NamedTuple):
     captured: Sequence[Any]  #: arrays and floats from outside, in the order of the arguments
     checks_indices: bool
     has_weak_literals: bool
+    derives: bool  #: some arguments are pairs of value and derivative, see `pairs`
     reads: set[str]  #: filled in: the names of the parameters that the function depends on
 
 
@@ -67,10 +70,12 @@ def typed(
     captured: Sequence[Any],
     checks_indices: bool,
     has_weak_literals: bool,
+    derives: bool = False,
 ) -> Typed:
     """Types and lowers `call` for arguments of these types, one of which is named ``checks``."""
     reads: set[str] = set()
-    call.task = _Task(first_value, first_captured, captured, checks_indices, has_weak_literals, reads)  # type: ignore[attr-defined]
+    task = _Task(first_value, first_captured, captured, checks_indices, has_weak_literals, derives, reads)
+    call.task = task  # type: ignore[attr-defined]
     flags = compiler.Flags()
     options = {
         "nopython": True, "_nrt": True, "error_model": "numpy", "fastmath": FASTMATH, "forceinline": True,
@@ -244,6 +249,8 @@ class _Rewrite(_Pass):
                     rewriting.rewrite(statement, block.scope, body)
                 body.append(statement)
             block.body = body
+        if rewriting.derives:
+            state.typingctx.refresh()  # replacements are made when they are first needed
         return True
 
 
@@ -253,6 +260,7 @@ class _Rewriting:
     def __init__(self, state: Any) -> None:
         self._ir, self._typing = state.func_ir, state.typingctx
         self._task: _Task = state.func_id.func.task
+        self.derives = self._task.derives
         self._names = state.func_ir.arg_names
         self._scope = next(iter(state.func_ir.blocks.values())).scope
 
@@ -260,19 +268,12 @@ class _Rewriting:
         """Changes the assigned value; appends statements that must precede it to `body`."""
         value = statement.value
         if isinstance(value, ir.Expr) and value.op in ("getitem", "static_getitem"):
-            if self._task.checks_indices:
+            if self._task.checks_indices or self.derives:
                 self._read_checked(statement, scope, body)
             return
         if isinstance(value, ir.Expr) and value.op != "getattr":
-            if value.op == "call" and len(value.args) == 3 and not value.kws:
-                if value_from_outside(self._ir, ir_definition(self._ir, value.func)) is np.where:
-                    self._call(
-                        statement, literals.WHERE[self._task.has_weak_literals], value.args, scope, body
-                    )
-                return
-            operate = literals.operation(value) if self._task.has_weak_literals else None
-            if operate is not None:
-                self._call(statement, operate, (value.lhs, value.rhs), scope, body)
+            if value.op in ("call", "unary", "binop", "inplace_binop"):
+                self._operate(statement, scope, body)
             return
         found = value_from_outside(self._ir, value)
         if _is_captured(value, found):
@@ -290,6 +291,38 @@ class _Rewriting:
                 statement.value = ir.Const(np.float32(found), value.loc)
             else:
                 self._check_known(value)
+
+    def _operate(self, statement: Any, scope: Any, body: list[Any]) -> None:
+        """Replaces a function that is called, or an operator."""
+        value, is_weak = statement.value, self._task.has_weak_literals
+        operate = literals.operator_of(value)
+        if operate is not None:
+            operands = [value.value] if value.op == "unary" else [value.lhs, value.rhs]
+        elif not value.kws and value.args:
+            operate = value_from_outside(self._ir, ir_definition(self._ir, value.func))
+            operands = list(value.args)
+        if not callable(operate):
+            return
+        if not self.derives:
+            is_where = operate is np.where and len(operands) == 3
+            ours = literals.WHERE[is_weak] if is_where else literals.operation(operate) if is_weak else None
+        elif operate is operator.pow and type(exponent := self._constant(operands[1])) is int:
+            ours = derivatives.power(exponent, is_weak)
+        else:
+            while operate in (min, max) and len(operands) > 2:
+                first = scope.redefine("$first", value.loc)
+                made = ir.Assign(ir.Expr.call(value.func, operands[:2], (), value.loc), first, value.loc)
+                self._operate(made, scope, body)
+                body.append(made)
+                operands[:2] = [first]
+            ours = derivatives.replacement(operate, len(operands), is_weak)
+        if ours is not None:
+            self._call(statement, ours, operands, scope, body)
+
+    def _constant(self, variable: Any) -> Any:
+        """The value of a constant in the code."""
+        definition = ir_definition(self._ir, variable)
+        return definition.value if isinstance(definition, ir.Const) else None
 
     def _check_known(self, value: Any) -> None:
         """Raises for a global, or what a closure holds, that Numba has no type for."""
@@ -346,9 +379,12 @@ class _Rewriting:
             bit = min(self._argument_of(found) - self._task.first_value, OTHER)
         index = value.index if value.op == "getitem" else value.index_var
         is_known = bit != OTHER or is_flat or (type(value.index) is tuple and not value.index)
-        if value.op == "static_getitem" and (not is_known or index is None):
-            return  # mostly of a tuple, whose items have different types
         checks = self._scope.get_exact("checks")
+        if value.op == "static_getitem" and (not is_known or index is None):
+            # Mostly of a tuple, whose items have different types.
+            if self.derives and type(value.index) is int and index is not None:
+                self._call(statement, static_item(value.index), (value.value, index, checks), scope, body)
+            return
         self._call(statement, CHECKED[bit], (value.value, index, checks), scope, body)
 
     def _call(self, statement: Any, function: Any, arguments: Any, scope: Any, body: list[Any]) -> None:

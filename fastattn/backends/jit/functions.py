@@ -23,15 +23,19 @@ from fastattn._call.arguments import PLAIN_DTYPES, readable
 from fastattn._call.problem import Mod
 from fastattn._machine import host
 from fastattn._machine.device import as_device_array
+from fastattn.backends.cpu.record import address_of
 from fastattn.backends.jit import messages
 from fastattn.backends.jit.compiling import compiling
 from fastattn.backends.jit.frontend import Typed, typed
 from fastattn.backends.jit.identity import Walk, has_loop, identify
-from fastattn.backends.jit.loops import Machine, over_lanes, over_mask, over_rows
+from fastattn.backends.jit.loops import Machine, over_aux, over_lanes, over_mask, over_rows, over_slopes
 from fastattn.backends.jit.memory import as_value, kind_of, small_counts, type_key, words_of
+from fastattn.backends.jit.pairs import Pair, plain_of, tracked
 
 if TYPE_CHECKING:
     from array import array
+
+    from fastattn._call.gradients import Backward
 
 #: Loops that are kept: some 100 KB each, and a quarter of a second to compile again.
 MAX_LOOPS = 256
@@ -69,19 +73,30 @@ loops = Kept(MAX_LOOPS)
 
 
 class Loop:
-    """A compiled loop, for any function of the same key: what a call reads is given at the call."""
+    """A compiled loop, for any function of the same key: what a call reads is given at the call.
 
-    def __init__(self, kind: str, mod: Mod, dtype: np.dtype, write: Callable[..., Machine]) -> None:
+    wrt: what its derivative is compiled for, ``"score"``, ``"aux"`` or nothing.
+    """
+
+    def __init__(
+        self, kind: str, mod: Mod, dtype: np.dtype, write: Callable[..., Machine], wrt: str = ""
+    ) -> None:
         values = (*mod.aux, *(as_value(value, dtype) for value in mod.captured))
-        key = (mod.key, tuple(map(type_key, values)), dtype.char, write)
+        key = (mod.key, tuple(map(type_key, values)), dtype.char, write, wrt)
 
         def compiled() -> Machine:
-            kinds = tuple(map(kind_of, values))
+            kinds = list(map(kind_of, values))
+            given = list(kinds)
+            if wrt == "aux":
+                for i, value in enumerate(mod.aux):
+                    if is_floating(value):
+                        given[i] = tracked(kinds[i], i)
+                        kinds[i] = given[i] if value.ndim else kinds[i]
             checks_indices = host.checks_indices()
             with compiling():
-                made = _typed(kind, mod.function, len(mod.aux), kinds, dtype, checks_indices)
-                known = small_counts(values) if has_loop(mod.function) else {}
-                return write(made, kinds, dtype, known)
+                made = _typed(kind, mod.function, len(mod.aux), given, dtype, checks_indices, wrt)
+                known = small_counts(values) if has_loop(mod.function) and wrt != "aux" else {}
+                return write(made, tuple(kinds), dtype, known)
 
         self._kind, self._dtype = kind, dtype
         self._machine: Machine = loops.get(key, compiled)
@@ -102,6 +117,68 @@ class Loop:
 
 
 _over_lanes, _over_grouped_lanes = over_lanes(is_grouped=False), over_lanes(is_grouped=True)
+_over_slopes = {is_grouped: over_slopes(is_grouped) for is_grouped in (False, True)}
+
+#: The most float64 numbers of all partial sums of the gradients of `aux`, and the most partial sums.
+MAX_SUMS, MAX_PARTIAL_SUMS = 1 << 22, 64
+
+
+class GradientLoops:
+    """The loops of a call for gradients, and the sums of the gradients of `aux`.
+
+    Task t adds to the partial sum t % n_partial of them, after task t - n_partial. Their number depends on
+    the problem alone, and so does the order in which everything is added up.
+    """
+
+    def __init__(self, backward: Backward, n_tasks: int) -> None:
+        problem = backward.problem
+        mod: Any = problem.score_mod
+        dtype, is_grouped, wrt = problem.dtype, problem.group_size > 1, backward.wrt
+        self._sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
+        self._mod, self._slope_mod, self._backward = mod, backward.score_grad or mod, backward
+        self._score = score_loop(mod, dtype, False, is_grouped)
+        self.score, self.aux = self._score.address, self._score.words(mod)
+        self.slope = self.of_aux = 0  #: addresses of loops; 0: nobody asks
+        self.aux_of_slope = self.aux_of_aux = self.aux
+        self.sums = self.turns = None
+        if wrt & {"query", "key"}:
+            kind, of = ("score_mod", "score") if backward.score_grad is None else ("score_grad", "")
+            self._slope = Loop(kind, self._slope_mod, dtype, _over_slopes[is_grouped], of)
+            self.slope, self.aux_of_slope = self._slope.address, self._slope.words(self._slope_mod)
+        if "aux" in wrt:
+            # The place of an element is told by its address.
+            aux = tuple(np.ascontiguousarray(x) if x.ndim and is_floating(x) else x for x in mod.aux)
+            self._kept = mod._replace(aux=aux)
+            self._of_aux = Loop("score_mod", self._kept, dtype, over_aux, "aux")
+            self.of_aux, self.aux_of_aux = self._of_aux.address, self._of_aux.words(self._kept)
+            first = 0
+            for x in aux:
+                base = self._kept_address(x)
+                self.aux_of_aux.extend((base, x.itemsize if base else 1, first))
+                first += x.size if is_floating(x) else 0
+            n_partial = max(1, min(n_tasks, MAX_PARTIAL_SUMS, max(2, MAX_SUMS // max(first, 1))))
+            self.sums, self.turns = np.zeros((n_partial, first)), np.zeros(n_partial, np.int64)
+
+    @staticmethod
+    def _kept_address(x: Any) -> int:
+        return address_of(x) if x.ndim and x.size else 0
+
+    def finish(self, outside: int, at: int, outside_of_slope: int) -> None:
+        """Fills the gradients of `aux`; raises IndexError for bits that the loops left."""
+        self._score.check(outside, self._sizes, self._mod, at)
+        if self.slope:
+            self._slope.check(outside_of_slope, self._sizes, self._slope_mod)
+        if self.sums is not None:
+            total, first = np.add.reduce(self.sums, axis=0), 0
+            for room in self._backward.grad_aux:
+                if room is not None:
+                    room[...] = total[first : first + room.size].reshape(room.shape)
+                    first += room.size
+
+
+def is_floating(value: Any) -> bool:
+    """Whether there is a gradient with respect to a value of `aux`."""
+    return value.dtype.kind == "f"  # type: ignore[no-any-return]
 
 
 def as_mod(function: Callable[..., Any], aux: Sequence[Any]) -> Mod:
@@ -169,7 +246,7 @@ def wrapper(kind: str, function: Any, n_aux: int, n_captured: int = 0, before_au
                 given[f"k{len(given)}"] = value
                 last.append(f"{keyword}=k{len(given) - 1}")
         function = function.func
-    score = ["score"] if kind == "score_mod" else []
+    score = [] if kind == "mask_mod" else ["score"]
     aux = [f"a{i}" for i in range(n_aux)]
     arguments = [*first, *score, *_INDICES, *aux]
     if isinstance(function, FunctionType) and function.__code__.co_flags & inspect.CO_VARARGS:
@@ -191,21 +268,30 @@ def wrapper(kind: str, function: Any, n_aux: int, n_captured: int = 0, before_au
 
 
 def _typed(
-    kind: str, function: Any, n_aux: int, kinds: Sequence[Any], dtype: np.dtype, checks_indices: bool
+    kind: str,
+    function: Any,
+    n_aux: int,
+    kinds: Sequence[Any],
+    dtype: np.dtype,
+    checks_indices: bool,
+    wrt: str = "",
 ) -> Typed:
-    """The function in its wrapper, typed and lowered for its arguments."""
+    """The function in its wrapper, typed and lowered for its arguments; wrt: see `Loop`."""
     messages.check_raises(kind, function)
     captured = identify(function).captured
-    score = (numba.from_dtype(dtype),) if kind == "score_mod" else ()
+    real = numba.from_dtype(dtype)
+    score = () if kind == "mask_mod" else (Pair(real),) if wrt == "score" else (real,)
     call = wrapper(kind, function, n_aux, len(captured), "checks")
     arguments = (*score, *[types.intp] * len(_INDICES), types.intp, *kinds)
     first_value = len(arguments) - len(kinds)
     is_weak = dtype == np.float32
     try:
-        made = typed(call, arguments, first_value, first_value + n_aux, captured, checks_indices, is_weak)
+        made = typed(
+            call, arguments, first_value, first_value + n_aux, captured, checks_indices, is_weak, bool(wrt)
+        )
     except Exception as error:  # Numba's errors have no common base class
-        raise TypeError(messages.not_compiled(kind, function, error)) from error
-    returned = made.signature.return_type
+        raise TypeError(messages.not_compiled(kind, function, error, wrt)) from error
+    returned = plain_of(made.signature.return_type)
     wanted = types.Boolean if kind == "mask_mod" else types.Number
     if not isinstance(returned, wanted) or isinstance(returned, types.Complex):
         shown = (*score, *[types.intp] * len(_INDICES), *kinds[:n_aux])

@@ -21,13 +21,18 @@ def fallback(typing: Any, function: Any, arguments: Any) -> tuple[Any, Any]:
     signature = typing.resolve_function_type(function, arguments, {})
     if signature is None:
         return None, None
+    star = signature.args[0] if len(signature.args) == 1 else None  # of ``*args``
+    if not isinstance(star, (types.StarArgTuple, types.StarArgUniTuple)):
+        star = None
 
     def codegen(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        if star is not None:
+            values = [context.make_tuple(builder, star, values)]
         return context.get_function(context.typing_context.resolve_value_type(function), signature)(
             builder, values
         )
 
-    return signature, codegen
+    return signature if star is None else signature.return_type(*star.types), codegen
 
 
 def _weak(operate: Any) -> Any:
@@ -76,11 +81,16 @@ def _where(is_weak: bool) -> Any:
 WHERE = {is_weak: _where(is_weak) for is_weak in (False, True)}
 
 
-def operation(expression: ir.Expr) -> Any:
-    """The replacement of a binary operation of Numba's IR, or None."""
-    if expression.op not in ("binop", "inplace_binop"):
-        return None
-    return _WEAK.get(expression.fn if expression.op == "binop" else expression.immutable_fn)
+def operator_of(expression: ir.Expr) -> Any:
+    """The operator of an operation of Numba's IR, or None."""
+    if expression.op == "inplace_binop":
+        return expression.immutable_fn
+    return expression.fn if expression.op in ("unary", "binop") else None
+
+
+def operation(operate: Any) -> Any:
+    """The replacement of a binary operator, or None."""
+    return _WEAK.get(operate)
 
 
 def number(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastattn._machine.threads import no_fork
 
 if TYPE_CHECKING:
+    from fastattn._call.gradients import Backward
     from fastattn._call.problem import Problem
     from fastattn._call.schedule import Schedule
 
@@ -34,3 +35,12 @@ def loop_of(problem: Problem, schedule: Schedule) -> Any:
 
     is_grouped = problem.group_size > 1
     return score_loop(problem.score_mod, problem.dtype, schedule.uses_split_kv, is_grouped)
+
+
+def gradient_loops_of(backward: Backward, schedule: Schedule) -> Any:
+    """The loops of a call for gradients, or None without a score_mod; raises as `loop_of` does."""
+    if backward.problem.score_mod is None:
+        return None
+    from fastattn.backends.jit.functions import GradientLoops
+
+    return GradientLoops(backward, schedule.n_tasks)

@@ -4,6 +4,11 @@ function.
 A loop is a C function of ten `intptr_t`. It returns 0, or bits for reads out of bounds: bit i for the i-th of
 the values that the function reads, `checks.OTHER` for those without a bit of their own.
 
+The loops of gradients go over a tile of scores and one of their gradients, and leave out scores whose gradient
+is 0, as that of each masked key is. `over_slopes` multiplies a gradient by the derivative of the function in
+the score. `over_aux` adds it, times the derivative in each element that the function reads, to that element's
+sum: it calls the function once per element that is read, each time with another one's derivative.
+
 A loop over scores does not know which of them are masked. It puts a mark in the place of a score for which
 the function read out of bounds: a NaN that holds the bits. The driver masks the tile, and only the marks that
 are left are errors. So what is read for a masked key is no error, whatever masks it.
@@ -26,10 +31,11 @@ from numba.core.llvm_bindings import create_pass_builder
 from numba.core.registry import cpu_target
 
 from fastattn.backends.cpu.fields import MARKS
-from fastattn.backends.jit.checks import BITS, OTHER
+from fastattn.backends.jit.checks import BITS, OTHER, SLOT, slots_at
 from fastattn.backends.jit.codegen.target import TARGET
 from fastattn.backends.jit.frontend import Typed
-from fastattn.backends.jit.memory import WORD, read_words
+from fastattn.backends.jit.memory import WORD, n_words, read_words
+from fastattn.backends.jit.pairs import Pair, make, slope_of
 from fastattn.masks.map import TILE_K, TILE_Q, WORDS
 
 #: The mask bits of one word.
@@ -81,9 +87,13 @@ class LoopWriter:
         self.context = cpu_target.target_context
         self.real = _REALS[4 if dtype is None else dtype.itemsize]
         self._type = types.boolean if dtype is None else numba.from_dtype(dtype)
-        pointers = ("s", "top", "words", "flags")  # the driver's own memory, which nothing else points to
-        parameters = [self.real.as_pointer() if name in ("s", "top") else ir.IntType(8).as_pointer()
-                      if name in pointers else WORD for name in names]  # fmt: skip
+        # The driver's own memory, which nothing else points to.
+        pointers = {
+            **dict.fromkeys(("s", "top", "change"), self.real.as_pointer()),
+            **dict.fromkeys(("words", "flags"), ir.IntType(8).as_pointer()),
+            "sums": ir.DoubleType().as_pointer(),
+        }
+        parameters = [pointers.get(name, WORD) for name in names]
         self.function = ir.Function(module, ir.FunctionType(WORD, parameters), name)
         for name, argument in zip(names, self.function.args, strict=True):
             argument.name = name
@@ -95,7 +105,9 @@ class LoopWriter:
         self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
         self.arguments = dict(zip(names, self.function.args, strict=True))
         self._checks = cgutils.alloca_once_value(self.builder, BITS(0))
-        self._error = cgutils.alloca_once_value(self.builder, BITS(0))
+        slot = cgutils.alloca_once(self.builder, WORD, size=len(SLOT))
+        self._slot = self.builder.ptrtoint(slot, WORD)
+        self._error = self.builder.bitcast(slot, BITS.as_pointer())
         self._known = known
         self._values: list[Any] = []
 
@@ -133,18 +145,10 @@ class LoopWriter:
     def call(self, score: ir.Value | None, *indices: ir.Value) -> ir.Value:
         """The function's result for these four indices, as a real, which is a mark after an error, or as a
         bit."""
-        builder, signature = self.builder, self._typed.signature
-        descriptor = self._typed.descriptor
-        module_function = self.context.declare_function(builder.module, descriptor)
-        builder.store(BITS(0), self._error)
-        given = [*([] if score is None else [score]), *indices, builder.ptrtoint(self._error, WORD)]
-        status, returned = self.context.call_conv.call_function(
-            builder, module_function, signature.return_type, signature.args, [*given, *self._values]
-        )
-        bit = builder.select(status.is_error, BITS(1 << OTHER), BITS(0))
-        error = builder.or_(builder.load(self._error), bit)
+        builder = self.builder
+        returned, error = self._result([*([] if score is None else [score]), *indices], self._values)
         builder.store(builder.or_(builder.load(self._checks), error), self._checks)
-        result = self.context.cast(builder, returned, types.unliteral(signature.return_type), self._type)
+        result = self.context.cast(builder, returned, self._returned, self._type)
         if score is None:
             return result
         nbytes = self._type.bitwidth // 8
@@ -152,6 +156,82 @@ class LoopWriter:
         wide = error if integer == BITS else builder.zext(error, integer)
         mark = builder.bitcast(builder.or_(wide, integer(MARKS[nbytes])), self.real)
         return builder.select(builder.icmp_unsigned("==", error, BITS(0)), result, mark)
+
+    @property
+    def _returned(self) -> Any:
+        return types.unliteral(self._typed.signature.return_type)
+
+    def _result(self, given: Sequence[ir.Value], values: Sequence[ir.Value]) -> tuple[ir.Value, ir.Value]:
+        """What the function returns, and the bits of its reads out of bounds."""
+        builder, signature = self.builder, self._typed.signature
+        module_function = self.context.declare_function(builder.module, self._typed.descriptor)
+        builder.store(BITS(0), self._error)
+        status, returned = self.context.call_conv.call_function(
+            builder, module_function, signature.return_type, signature.args, [*given, self._slot, *values]
+        )
+        bit = builder.select(status.is_error, BITS(1 << OTHER), BITS(0))
+        return returned, builder.or_(builder.load(self._error), bit)
+
+    def slope(self, score: ir.Value, change: ir.Value, *indices: ir.Value) -> ir.Value:
+        """The derivative in the score: of a function of pairs, or what the caller's own derivative returns."""
+        builder, kind = self.builder, self._typed.signature.args[0]
+        of_pairs = isinstance(kind, Pair)
+        given = make(self.context, builder, kind, score, score.type(1)) if of_pairs else score
+        returned, error = self._result([given, *indices], self._values)
+        error = builder.select(is_zero(builder, change), BITS(0), error)
+        builder.store(builder.or_(builder.load(self._checks), error), self._checks)
+        return self._slope_of(returned) if of_pairs else self.context.cast(
+            builder, returned, self._returned, self._type
+        )  # fmt: skip
+
+    def _slope_of(self, returned: ir.Value) -> ir.Value:
+        if not isinstance(self._returned, Pair):
+            return self.real(0)
+        return self.context.cast(
+            self.builder, slope_of(self.builder, returned), self._returned.real, self._type
+        )
+
+    def add_slopes(self, score: ir.Value, change: ir.Value, *indices: ir.Value) -> None:
+        """Adds `change` times the derivative in each element that is read to the element's sum."""
+        builder, kinds = self.builder, self._typed.signature.args[-len(self._kinds) :]
+        slots = slots_at(builder, self._slot)
+        # A number of `aux` counts as read once, before all elements.
+        numbers = [i for i, kind in enumerate(kinds) if isinstance(kind, Pair)]
+        wanted = cgutils.alloca_once(builder, WORD)
+        builder.store(WORD(0), wanted)
+        loop, end = builder.append_basic_block(), builder.append_basic_block()
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        number, array, values = builder.load(wanted), WORD(-1), list(self._values)
+        for i, place in enumerate(numbers):
+            is_wanted = builder.icmp_signed("==", number, WORD(i))
+            array = builder.select(is_wanted, WORD(place), array)
+            slope = builder.uitofp(is_wanted, values[place].type)
+            values[place] = make(self.context, builder, kinds[place], values[place], slope)
+        at_first = {"n_read": WORD(len(numbers)), "wanted": number, "array": array, "address": WORD(0)}
+        for name, value in at_first.items():
+            builder.store(value, slots[name])
+        returned, error = self._result([score, *indices], values)
+        array = builder.load(slots["array"])
+        was_read = builder.and_(
+            builder.icmp_signed(">=", array, WORD(0)), builder.icmp_unsigned("==", error, BITS(0))
+        )
+        with builder.if_then(was_read):
+            # After what the function reads: of each array its address, itemsize, and the place of its sums.
+            place = builder.add(WORD(n_words(self._kinds)), builder.mul(array, WORD(3)))
+            base, itemsize, first = (
+                self.load(self.pointer("aux"), builder.add(place, WORD(i))) for i in range(3)
+            )
+            element = builder.sdiv(builder.sub(builder.load(slots["address"]), base), itemsize)
+            to = builder.gep(self.arguments["sums"], [builder.add(first, element)])
+            double = ir.DoubleType()
+            parts = (x if x.type == double else builder.fpext(x, double)
+                     for x in (change, self._slope_of(returned)))  # fmt: skip
+            builder.store(builder.fadd(builder.load(to), builder.fmul(*parts)), to)
+        builder.store(builder.add(number, WORD(1)), wanted)
+        more = builder.icmp_signed("<", builder.load(wanted), builder.load(slots["n_read"]))
+        builder.cbranch(more, loop, end)
+        builder.position_at_end(end)
 
 
 def _compiled(
@@ -239,6 +319,52 @@ def over_lanes(is_grouped: bool) -> Callable[..., Machine]:
                 builder.store(builder.select(builder.fcmp_ordered(">", x, top), x, top), largest)
 
     return partial(_compiled, write, _SCORES)
+
+
+def is_zero(builder: Any, x: ir.Value) -> ir.Value:
+    return builder.fcmp_ordered("==", x, x.type(0))
+
+
+_CHANGES = ("s", "change", "ld", "n", "n_keys", "key0", "b", "row_h", "row_i", "aux")
+
+
+def over_slopes(is_grouped: bool) -> Callable[..., Machine]:
+    """The gradients `change` of the function's values for the scores of a tile, of `n` lanes `ld` apart, become
+    those of the scores. is_grouped: see `over_lanes`; else the rows of these lanes are consecutive."""
+
+    def write(loop: LoopWriter) -> None:
+        builder, at = loop.builder, loop.arguments
+        heads, rows = loop.pointer("row_h"), loop.pointer("row_i")
+        head, row = loop.load(heads, WORD(0)), loop.load(rows, WORD(0))
+        with loop.each(WORD(0), at["n_keys"]) as j:
+            first, key = builder.mul(j, at["ld"]), builder.add(at["key0"], j)
+            scores, changes = (builder.gep(at[name], [first]) for name in ("s", "change"))
+            with loop.each(WORD(0), at["n"]) as lane:
+                if is_grouped:
+                    h, i = loop.load(heads, lane), loop.load(rows, lane)
+                else:
+                    h, i = head, builder.add(row, lane)
+                place = builder.gep(changes, [lane])
+                score, change = builder.load(builder.gep(scores, [lane])), builder.load(place)
+                product = builder.fmul(change, loop.slope(score, change, at["b"], h, i, key))
+                builder.store(builder.select(is_zero(builder, change), change, product), place)
+
+    return partial(_compiled, write, _CHANGES)
+
+
+def _write_aux(loop: LoopWriter) -> None:
+    builder, at = loop.builder, loop.arguments
+    heads, rows = loop.pointer("row_h"), loop.pointer("row_i")
+    with loop.each(WORD(0), at["n_keys"]) as j, loop.each(WORD(0), at["n"]) as lane:
+        place, key = builder.add(builder.mul(j, at["ld"]), lane), builder.add(at["key0"], j)
+        score, change = (builder.load(builder.gep(at[name], [place])) for name in ("s", "change"))
+        with builder.if_then(builder.not_(is_zero(builder, change))):
+            h, i = loop.load(heads, lane), loop.load(rows, lane)
+            loop.add_slopes(score, change, at["b"], h, i, key)
+
+
+#: Adds the gradients of the elements of `aux` to `sums`, one score after another.
+over_aux = partial(_compiled, _write_aux, (*_CHANGES, "sums"))
 
 
 def _write_rows(loop: LoopWriter) -> None:

@@ -73,6 +73,11 @@ def words_of(values: Sequence[Any]) -> array[int]:
     return array("q", words)
 
 
+def n_words(kinds: Sequence[Any]) -> int:
+    """How many words values of these types have."""
+    return sum(1 + 2 * kind.ndim if isinstance(kind, types.Array) else 1 for kind in kinds)
+
+
 def small_counts(values: Sequence[Any]) -> dict[int, int]:
     """The sizes and integers among the words that may be how often a function loops: those of up to
     `MAX_UNROLLED`, by their number."""

@@ -39,8 +39,9 @@ def location_of(function: Any) -> str:
     return "an unknown place" if code is None else f"{code.co_filename}, line {code.co_firstlineno}"
 
 
-def not_compiled(kind: str, function: Any, error: Exception) -> str:
-    """Which function, where, and Numba's objection; Numba's error is chained to ours."""
+def not_compiled(kind: str, function: Any, error: Exception, wrt: str = "") -> str:
+    """Which function, where, and Numba's objection; Numba's error is chained to ours. wrt: what a derivative is
+    compiled for."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     about = [line for line in lines if not line.startswith(("Failed in", "During:", "File ", "<source", "^"))]
@@ -49,8 +50,11 @@ def not_compiled(kind: str, function: Any, error: Exception) -> str:
     named = [f"{file}, line {line}" for file, line in places if file != WRAPPER and not _is_numbas(file)]
     is_of_another = re.search(r"of type Module\(<module '(?!numpy|math)", objected)  # as torch.tanh is
     hint = "; functions of numpy and of math are compiled" if is_of_another else ""
+    what = "cannot be compiled"
+    if wrt:
+        what = f"cannot be derived in {wrt}" + (", give its derivative as score_grad=" if wrt == "score" else "")
     return (
-        f"{kind} {name_of(function)} cannot be compiled, see above for all that Numba says\n"
+        f"{kind} {name_of(function)} {what}, see above for all that Numba says\n"
         f"at {named[0] if named else location_of(function)}:\n{objected}{hint}"
     )
 
@@ -126,7 +130,7 @@ def _first_failure(
         called = partial(called, *function.args, **function.keywords)
     if Walk(called).calls_compiled:
         return known, None  # it would read out of bounds again, unchecked
-    score = (dtype.type(0),) if kind == "score_mod" else ()
+    score = () if kind == "mask_mod" else (dtype.type(0),)
     corners = product(*[sorted({0, n - 1}) for n in sizes])
     tried = chain(corners, product(*map(range, sizes))) if at is None else iter([at])
     for indices in islice(tried, MAX_TRIED):

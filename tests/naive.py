@@ -268,8 +268,8 @@ class _PlainScores:
     key: Array  #: a copy for each query head, and so is `value`
     value: Array
     factor: Any  #: the scale
-    capped: Array  #: the scores before bias and masks
-    scores: Array  #: with both
+    capped: Array  #: the scores before score_mod, bias and masks
+    scores: Array  #: with all three
 
 
 def _plain_scores(parts: _Parts, scale: float | None, softcap: float | None, score_mod: Any) -> _PlainScores:
@@ -284,7 +284,7 @@ def _plain_scores(parts: _Parts, scale: float | None, softcap: float | None, sco
         capped = dtype(softcap) * np.tanh(capped / dtype(softcap))
     scores = capped
     if score_mod is not None:
-        planes = scores.reshape(-1, *scores.shape[-3:])
+        planes = scores.reshape(-1, *scores.shape[-3:]).copy()
         for place in np.ndindex(*planes.shape):
             planes[place] = score_mod(planes[place], *place)
         scores = planes.reshape(scores.shape)
@@ -416,8 +416,13 @@ def gradients(
     layout: str = "bhsd",
     dropout: float = 0.0,
     seed: int = 0,
+    score_mod: Any = None,
+    score_grad: Any = None,
 ) -> tuple[Gradients, Gradients]:
     """The definition in extended precision, and the reach of a rounding as in `Answer`.
+
+    ``score_grad`` is the derivative of ``score_mod``, of the same arguments. It and its own derivative must be
+    at most 1.
 
     With ``m`` the size of what is rounded on the way to a score and to its row's lse, a weight moves by
     ``u * (1 + m)`` of itself, and ``dS = P * (dP - delta)`` moves by that and by ``P`` times the magnitudes
@@ -426,6 +431,7 @@ def gradients(
     rules = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
     parts = _parts(query, key, value, bias, layout, rules)
     options = {"bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout} | rules
+    options["score_mod"] = score_mod
     forward = attention(query, key, value, dropout=dropout, seed=seed, **options)
     undropped = attention(query, key, value, **options) if dropout else forward
     keep, share_kept = kept_weights(parts.allowed.shape, dropout, seed)
@@ -464,6 +470,14 @@ def gradients(
             products = np.abs(factor) * np.sqrt(q**2 @ (k**2).T)
             scores = raw if softcap is None else softcap * np.tanh(raw / softcap)
             added = 0 if parts.bias is None else np.abs(parts.bias[place][here].astype(WIDE))
+            slopes = None
+            if score_mod is not None:
+                b = int(np.ravel_multi_index(item, lead)) if lead else 0
+                before, scores, slopes = scores, scores.copy(), np.zeros_like(scores)
+                for i, j in np.argwhere(allowed):
+                    at = before[i, j], b, head, int(rows[i]), int(read[j])
+                    scores[i, j], slopes[i, j] = score_mod(*at), score_grad(*at)
+                products = products + np.abs(before)
             moves = np.where(allowed, 1 + np.abs(scores) + products + added + row_lse_reach, 0)
             weight, kept = weights[place][here], keep[place][here] / share_kept
 
@@ -483,6 +497,9 @@ def gradients(
                 moved = (1 + np.abs(sink) + row_lse_reach) * np.abs(delta)
                 exact.sinks[head] -= (share * delta).sum()
                 reach.sinks[head] += np.where(share == 0, 0, share * (moved + delta_size)).sum()
+            if slopes is not None:
+                change_size = change_size * np.abs(slopes) + np.abs(change) * (np.abs(slopes) + products)
+                change, scores = change * slopes, before
             if softcap is not None:
                 slope = np.cosh(raw / softcap) ** -2
                 ratio = np.abs(scores / softcap)
@@ -520,13 +537,16 @@ def gradient_formula(
     layout: str = "bhsd",
     dropout: float = 0.0,
     seed: int = 0,
+    score_mod: Any = None,
+    score_grad: Any = None,
 ) -> Gradients:
     """What a NumPy user writes from the outputs of `formula`: whole matrices in the arrays' own precision."""
     rules = {"mask": mask, "causal": causal, "window": window, "key_lengths": key_lengths}
     parts = _parts(query, key, value, bias, layout, rules)
     options = {"bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks, "layout": layout} | rules
+    options["score_mod"] = score_mod
     forward = formula(query, key, value, dropout=dropout, seed=seed, **options)
-    plain = _plain_scores(parts, scale, softcap, None)
+    plain = _plain_scores(parts, scale, softcap, score_mod)
     dtype = plain.dtype
     out, arriving = (_with_heads_third(array, parts, layout) for array in (forward.out, grad_out))
     arriving = arriving.astype(dtype)
@@ -541,6 +561,10 @@ def gradient_formula(
     kept = keep / dtype(share_kept)
     change = weights * (kept * (arriving @ np.swapaxes(plain.value, -1, -2)) - delta[..., None])
     change = of_bias = np.where(parts.allowed, change, dtype(0))
+    if score_mod is not None:
+        before = plain.capped.reshape(-1, *change.shape[-3:])
+        slopes = [score_grad(before[place], *place) for place in np.ndindex(*before.shape)]
+        change = np.where(parts.allowed, change * np.asarray(slopes, dtype).reshape(change.shape), dtype(0))
     if softcap is not None:
         change = change * (1 - (plain.capped / dtype(softcap)) ** 2)
     change = change * plain.factor

@@ -150,9 +150,10 @@ def static_item(number: int) -> Any:
         signature = context.resolve_static_getitem(value, number)
         if signature is None:
             return CHECKED[OTHER]._defn(context, value, index, checks)
+        literal = signature.return_type(value, types.literal(number))
 
         def codegen(target: Any, builder: Any, _: Any, values: Any) -> Any:
-            return target.get_function("static_getitem", signature)(builder, (values[0], number))
+            return target.get_function("static_getitem", literal)(builder, (values[0], number))
 
         return signature.return_type(value, index, checks), codegen
 

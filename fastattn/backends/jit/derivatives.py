@@ -24,8 +24,8 @@ from fastattn.backends.jit.codegen.intrinsics import intrinsic_of
 from fastattn.backends.jit.literals import fallback
 from fastattn.backends.jit.pairs import Pair, make, plain_of, slope_of, value_of
 
-#: Powers of at most this exponent are products.
-MAX_FACTORS = 16
+#: The exponents of powers whose derivatives are products.
+PRODUCTS = range(-16, 17)
 
 
 class _Real:
@@ -139,7 +139,7 @@ _have((operator.sub, np.subtract), _one, _minus)
 _have((operator.mul, np.multiply), lambda z, x, y: y, lambda z, x, y: x)
 _have((operator.truediv, np.true_divide), lambda z, x, y: 1 / y, lambda z, x, y: -(z / y))
 _have((operator.mod, np.remainder), _one, _quotient(np.floor))
-_have((math.fmod, np.fmod), _one, _quotient(np.trunc))
+_have((np.fmod,), _one, _quotient(np.trunc))
 _have(
     (operator.pow, pow, math.pow, np.power),
     _power, lambda z, x, y: z.where("==", 0, 0, z * x.apply(np.log)),
@@ -215,9 +215,7 @@ def replacement(called: Any, n: int, is_weak: bool) -> Any:
 
 @cache
 def power(exponent: int, is_weak: bool) -> Any:
-    """The replacement of a power whose exponent is a constant, or None where it is no product."""
-    if abs(exponent) > MAX_FACTORS:
-        return None
+    """The replacement of a power whose exponent is a constant, one of `PRODUCTS`."""
 
     def product(x: _Real, n: int) -> Any:
         factors = x

@@ -306,8 +306,8 @@ class _Rewriting:
         if not self.derives:
             is_where = operate is np.where and len(operands) == 3
             ours = literals.WHERE[is_weak] if is_where else literals.operation(operate) if is_weak else None
-        elif operate is operator.pow and type(exponent := self._constant(operands[1])) is int:
-            ours = derivatives.power(exponent, is_weak)
+        elif operate is operator.pow and self._constant(operands[1]) in derivatives.PRODUCTS:
+            ours = derivatives.power(self._constant(operands[1]), is_weak)
         else:
             while operate in (min, max) and len(operands) > 2:
                 first = scope.redefine("$first", value.loc)
@@ -320,9 +320,9 @@ class _Rewriting:
             self._call(statement, ours, operands, scope, body)
 
     def _constant(self, variable: Any) -> Any:
-        """The value of a constant in the code."""
+        """An integer in the code, or None."""
         definition = ir_definition(self._ir, variable)
-        return definition.value if isinstance(definition, ir.Const) else None
+        return definition.value if isinstance(definition, ir.Const) and type(definition.value) is int else None
 
     def _check_known(self, value: Any) -> None:
         """Raises for a global, or what a closure holds, that Numba has no type for."""

@@ -421,8 +421,8 @@ def gradients(
 ) -> tuple[Gradients, Gradients]:
     """The definition in extended precision, and the reach of a rounding as in `Answer`.
 
-    ``score_grad`` is the derivative of ``score_mod``, of the same arguments. It and its own derivative must be
-    at most 1.
+    ``score_grad`` is the derivative of ``score_mod``, of the same arguments. It and its own derivative must
+    be at most 1.
 
     With ``m`` the size of what is rounded on the way to a score and to its row's lse, a weight moves by
     ``u * (1 + m)`` of itself, and ``dS = P * (dP - delta)`` moves by that and by ``P`` times the magnitudes

@@ -72,9 +72,16 @@ LAYERS = [
     {"backends.jit.codegen.target"},
     {"backends.jit.codegen.emit"},
     {"backends.jit.codegen.exponential", "backends.jit.codegen.intrinsics"},
-    {"backends.jit.compiling", "backends.jit.literals", "backends.jit.identity", "backends.jit.memory"},
+    {
+        "backends.jit.compiling",
+        "backends.jit.literals",
+        "backends.jit.identity",
+        "backends.jit.memory",
+        "backends.jit.pairs",
+    },
     {"backends.jit.lowering"},
     {"backends.jit.vector_math", "backends.jit.checks"},
+    {"backends.jit.derivatives"},
     {"backends.jit.frontend", "backends.jit.messages"},
     {"backends.jit.loops"},
     {"backends.jit.functions"},
@@ -113,6 +120,7 @@ LAYERS = [
     {"_api.backward"},
     {"_api.known_masks"},
     {"_api.flex", "_api.reductions"},
+    {"_api.flex_backward"},
     {"_cache.container"},
     {"_cache.pages"},
     {"_cache.state"},
@@ -521,11 +529,12 @@ RAISES_ELSEWHERE = {
     "integrations/sklearn.py: _bandwidth": "the same of numbers",
     "integrations/sklearn.py: _search": "too few samples to leave one out",
     # The edge of functions, beside the compiler that reads them.
-    "_api/flex.py: flex_attention": "block_mask is no mask",
+    "_api/flex.py: mask_of": "block_mask is no mask",
     "_api/flex.py: _normalize": "out is read as aux is, on a GPU",
     "_api/flex.py: _check_function": "what is given as a function",
-    "_api/flex.py: _aux": "what functions read",
+    "_api/flex.py: as_aux": "what functions read",
     "_api/flex.py: _evaluate": "there is no compiler",
+    "_api/flex_backward.py: flex_attention_backward": "a derivative of no function",
     "backends/reference/linear.py: of": "what a feature map gives",
     "backends/registry.py: function": "the backend that was asked for has no such function",
     # A user's function is read and typed by its compiler, which alone knows what is wrong with it.
@@ -723,6 +732,7 @@ def test_gradients_take_the_options_of_their_forward_call():
     """In its order, with `grad_lse` and `wrt`, and without those that say what is returned."""
     for forward, arrays in (
         (fastattn.attention, ["query", "key", "value"]),
+        (fastattn.flex_attention, ["query", "key", "value"]),
         (fastattn.varlen_attention, ["query", "key", "value", "cu_seqlens_q", "cu_seqlens_k"]),
     ):
         backward = getattr(fastattn, f"{forward.__name__}_backward")
@@ -738,6 +748,7 @@ def test_gradients_take_the_options_of_their_forward_call():
         assert places == ["grad_out", *arrays[:3], "out", "lse", *arrays[3:]]
         assert of_gradients.pop("grad_lse") is None
         assert of_gradients.pop("wrt") == ("query", "key", "value")
+        assert of_gradients.pop("score_grad", None) is None
         kept = {n: x for n, x in options.items() if n not in ("out", "return_lse", "return_weights")}
         assert list(of_gradients.items()) == list(kept.items())
 

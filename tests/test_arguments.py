@@ -646,6 +646,7 @@ def test_signatures_name_types():
         ("B", "BackwardOptions"),
         ("C", "AttendOptions"),
         ("F", "FlexOptions"),
+        ("G", "FlexBackwardOptions"),
         ("L", "LayerOptions"),
         ("R", "ReductionOptions"),
         ("V", "VarlenOptions"),
@@ -653,7 +654,7 @@ def test_signatures_name_types():
     ],
 )
 def test_every_option_has_a_type(taker, types):
-    of_overload = {"wrt"} if taker in "BW" else set()
+    of_overload = {"wrt"} if taker in "BGW" else set()
     assert OPTION_TYPES[types].__annotations__.keys() == _options.TAKERS[taker].keys() - of_overload
 
 

@@ -115,7 +115,7 @@ def test_table_of_options():
     assert {name: len(cells) for name, cells in marks.items()} == {
         option.name: len(option.takers) + (option.name in linear) for option in OPTIONS
     }
-    assert marks["causal"] == ["●", "●", "●", "●", "●", "`True`", "`None`", "●", "●"]
+    assert marks["causal"] == ["●", "●", "●", "●", "●", "●", "`True`", "`None`", "●", "●"]
 
 
 def sections(page):

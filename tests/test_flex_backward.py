@@ -1,4 +1,4 @@
-"""`flex_attention_backward`: derivatives found from the functions, gradients of what they read, and the rules."""
+"""`flex_attention_backward`: derivatives of functions, gradients of what they read, and the rules."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ import pytest
 
 import fastattn
 from fastattn._call.gradients import Gradients
-from tests import naive
 from tests.cases import random_arrays
-from tests.conftest import FLOAT32_FIRST, on_cython
+from tests.conftest import FLOAT32_FIRST
 from tests.flex_gallery import GALLERY, SCORES, aux_of
 from tests.fuzz import trees
 from tests.process import python
-from tests.test_memory import SCRIPT
-from tests.tolerances import assert_all_same, assert_close, assert_gradients, assert_same_bits, solve_gradients
+from tests.test_memory import MEASURE
+from tests.tolerances import (
+    assert_all_same,
+    assert_close,
+    assert_gradients,
+    assert_same_bits,
+    solve_gradients,
+)
 
 pytest.importorskip("numba")
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -73,9 +78,7 @@ def test_a_bias(dtype, others):
     options = {"score_mod": plus, "aux": (bias,)} | others
     found, grad_out, grad_lse = flex(arrays, options, ("query", "key", "value", "aux"))
     theirs = {"bias": bias, "grad_lse": grad_lse} | others
-    assert_gradients(
-        Gradients(*found[:5]), grad_out, *arrays, wrt=("query", "key", "value"), **theirs
-    )
+    assert_gradients(Gradients(*found[:5]), grad_out, *arrays, wrt=("query", "key", "value"), **theirs)
     exact, reach, plain = solve_gradients(grad_out, *arrays, **theirs)
     assert found.aux[0].dtype == bias.dtype
     assert_close("aux", found.aux[0], exact.bias, reach.bias, plain.bias)
@@ -111,9 +114,7 @@ def test_no_function_is_attention_backward(sizes):
     found, grad_out, grad_lse = flex(arrays, dropout | {"mask_mod": lambda b, h, i, j: j <= i + 40})
     mask = np.tri(*sizes, 40, dtype=bool)
     out, lse = fastattn.attention(*arrays, mask=mask, return_lse=True, **dropout)
-    wanted = fastattn.attention_backward(
-        grad_out, *arrays, out, lse, grad_lse=grad_lse, mask=mask, **dropout
-    )
+    wanted = fastattn.attention_backward(grad_out, *arrays, out, lse, grad_lse=grad_lse, mask=mask, **dropout)
     assert_all_same(found[:3], wanted[:3])
     assert found.aux is None
 
@@ -213,10 +214,10 @@ def test_16_bits_are_rounded_once(storage):
 
 #: Each is taken at scores between 0.2 and 0.8, and beside them y = 0.3, or as written.
 EXPRESSIONS = [
-    "score + y", "y - score", "score * y", "y / score", "score / y", "-score", "+score", "score % y", "y % score",
-    "score // y + score", "score ** 2", "score ** -3", "score ** 0", "score ** 1", "score ** 2.5", "y ** score",
-    "score ** score", "2 ** score", "score ** 20", "pow(score, y)", "abs(score - 0.5)", "abs(y - score)",
-    "max(score, y)", "min(y, score)", "max(score, y, 0.9 * score)", "min(0.5, score, y + 0.25)",
+    "score + y", "y - score", "score * y", "y / score", "score / y", "-score", "+score", "score % y",
+    "y % score", "score // y + score", "score ** 2", "score ** -3", "score ** 0", "score ** 1",
+    "score ** 2.5", "y ** score", "score ** score", "2 ** score", "score ** 20", "pow(score, y)",
+    "abs(score - 0.5)", "abs(y - score)", "max(score, y)", "min(y, score)", "max(score, y, 0.9 * score)", "min(0.5, score, y + 0.25)",
     "math.exp(score)", "np.exp2(score)", "math.expm1(score)", "math.log(score)", "np.log2(score)",
     "math.log10(score)", "np.log1p(score)", "math.sqrt(score)", "np.cbrt(score)", "np.square(score)",
     "np.reciprocal(score)", "math.sin(score)", "np.cos(score)", "math.tan(score)", "np.arcsin(score)",
@@ -290,8 +291,9 @@ KINKS = {
     "max(score, score)": 1, "min(-score, score)": 0, "math.sqrt(score)": math.inf, "np.sign(score)": 0,
     "np.where(score == 0, 2 * score, math.sqrt(score))": 2, "score if score >= 0 else 3 * score": 1,
     "2 * score if score != 0 else 0.5 * score": 0.5, "np.where(score < 1, score, np.log(score))": 1,
-    "np.float32(score)": 1, "0 * score + 3": 0, "5": 0, "kv_idx": 0, "score ** 0": 0, "score ** 1": 1, "score ** 2": 0,
-    "score ** (kv_idx - kv_idx)": 0,
+    "np.float32(score)": 1, "0 * score + 3": 0, "5": 0, "kv_idx": 0, "score ** 0": 0, "score ** 1": 1,
+    "score ** 2": 0, "score ** (kv_idx - kv_idx)": 0, "max(1, math.sqrt(score))": 0,
+    "min(math.sqrt(score), 2 + score, 5)": math.inf, "math.sqrt(abs(score))": 0,
 }  # fmt: skip
 
 
@@ -440,3 +442,492 @@ def test_random_functions():
 @pytest.mark.parametrize("part", range(20))
 def test_many_random_functions(part):
     assert _check_drawn(range(8 + 50 * part, 58 + 50 * part)) >= 45
+
+
+# ---------------------------------------------------------------- what functions read
+
+
+def of_aux(function, aux, arrays=None, **options):
+    """The gradients of aux, and those of the modified scores: those of a bias for each pair."""
+    arrays = random_arrays(3, **SIZES, dtype="float64") if arrays is None else arrays
+    bias = np.zeros((*arrays[0].shape[:-1], arrays[1].shape[-2]))
+    options = {"score_mod": function, "aux": aux, "bias": bias} | options
+    found, _, _ = flex(arrays, options, ("aux", "bias"))
+    return found.aux, found.bias
+
+
+def test_how_elements_are_read():
+    """Views of an array, flat and negative indices, loops: the element that is read has the gradient."""
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((4, 70))
+
+    def one(score, b, h, q_idx, kv_idx, table):
+        return score + table[h, kv_idx]
+
+    (wanted,), _ = of_aux(one, (table,))
+    assert abs(wanted).min() > 0
+
+    def views(score, b, h, q_idx, kv_idx, table):
+        row = table[h]
+        last = row[: kv_idx + 1]
+        x = table.T[kv_idx, h] + row[kv_idx] + table[h][kv_idx] + last[-1] + table.flat[h * 70 + kv_idx]
+        return (
+            score + x + table[h - 4, kv_idx - 70] + table[:, kv_idx][h] + table.reshape(-1)[h * 70 + kv_idx]
+        )
+
+    (found,), _ = of_aux(views, (table,))
+    # Eight reads, each with the gradient of `one` at a score that is 7 times the element larger.
+    shifted = of_aux(lambda score, b, h, i, j, t, u: score + t[h, j] + u[h, j], (table, 7 * table))[0]
+    np.testing.assert_allclose(found, 8 * shifted[0], rtol=1e-9, atol=1e-11)
+    assert_same_bits(*shifted)
+
+    def loop(score, b, h, q_idx, kv_idx, table, n):
+        total = 0.0
+        for step in range(n):
+            total += (step + 1) * table[h, (kv_idx + step) % 70]
+        return score + total
+
+    (found, none), change = of_aux(loop, (table, 3))
+    assert none is None
+    columns = change.sum((0, 2))
+    wanted = sum((step + 1) * np.roll(columns, step, axis=-1) for step in range(3))
+    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_constant_indices():
+    def function(score, b, h, q_idx, kv_idx, pair, table):
+        row = table[h % 2]
+        first, second = pair[0], row[1]
+        return score * first + pair[-1] * second
+
+    pair, table = np.array([0.5, 2.0]), np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    arrays = random_arrays(3, **SIZES, dtype="float64")
+    (of_pair, of_table), change = of_aux(function, (pair, table), arrays)
+    keys = np.repeat(arrays[1], 2, axis=1)
+    scores = arrays[0] @ keys.swapaxes(-1, -2) / 4
+    by_head = change.sum((0, 2, 3))
+    np.testing.assert_allclose(
+        of_pair, [(change * scores).sum(), (by_head * table[[0, 1, 0, 1], 1]).sum()], rtol=1e-9, atol=1e-11
+    )
+    wanted = np.zeros((2, 3))
+    wanted[:, 1] = 2 * (by_head[:2] + by_head[2:])
+    np.testing.assert_allclose(of_table, wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_what_has_a_gradient():
+    """Floating arrays and numbers, in their shapes and types."""
+    aux = (
+        np.float32(2), 0.5, 3, True, np.arange(4), [0.25, 0.5, 1.0, 2.0], np.ones((1, 4), ">f4"),
+        np.ones(4, np.float16), np.ones((4, 0)), np.array(1.5), np.broadcast_to(np.float64(1), (4,)),
+    )  # fmt: skip
+
+    def function(score, b, h, q_idx, kv_idx, f, x, n, flag, whole, listed, swapped, half, empty, one, same):
+        x = f * x * n * flag * whole[h] * listed[h] * swapped[0, h] * half[h] * one * same[h]
+        return score + 0.01 * x
+
+    found, change = of_aux(function, aux)
+    assert [x is None for x in found] == [type(x) in (int, bool) or n == 4 for n, x in enumerate(aux)]
+    for x, given in zip(found, aux, strict=True):
+        if x is not None:
+            assert x.shape == np.shape(given)
+            assert x.dtype == np.asarray(given).dtype.newbyteorder("=")
+            assert x.flags.c_contiguous
+    by_head = 0.03 * change.sum((0, 2, 3)) * np.arange(4) * aux[5] * 1.5
+    np.testing.assert_allclose(found[1], 2 * by_head.sum(), rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(found[-1], by_head, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(found[6], by_head[None].astype(np.float32), rtol=1e-6)
+    np.testing.assert_allclose(found[7], by_head.astype(np.float16), rtol=2e-3)
+
+
+def test_a_derivative_of_0_stays_0():
+    """Beside an element whose derivative is inf, the others have theirs."""
+    first, second = np.zeros(4), np.ones(4)
+    found, change = of_aux(
+        lambda score, b, h, q_idx, kv_idx, s, t: score + math.sqrt(s[h]) * t[h] + t[h], (first, second)
+    )
+    np.testing.assert_allclose(found[1], change.sum((0, 2, 3)), rtol=1e-9, atol=1e-11)
+    assert np.isinf(found[0]).all() or np.isnan(found[0]).any()
+
+
+@pytest.mark.parametrize("n", [1, 300, 1 << 22], ids=["small", "larger", "two copies"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_same_bits_on_any_number_of_threads(dtype, n):
+    arrays = random_arrays(0, lead=(2,), heads=4, kv_heads=2, len_q=150, len_k=700, dtype=dtype)
+    table = np.random.default_rng(1).standard_normal(n).astype(dtype)
+
+    def function(score, b, h, q_idx, kv_idx, table, number):
+        return score * number + table[(q_idx * 7 + kv_idx * h) % n]
+
+    options = {"score_mod": function, "aux": (table, 0.5), "causal": "bottom_right"}
+    results = [
+        flex(arrays, options, ("query", "key", "value", "aux"), num_threads=threads)[0]
+        for threads in (1, 2, 3, 8)
+    ]
+    for other in results[1:]:
+        assert_all_same(other[:3], results[0][:3])
+        assert_all_same(other.aux, results[0].aux)
+
+
+# ---------------------------------------------------------------- masked keys
+
+
+@pytest.mark.parametrize("dtype", FLOAT32_FIRST)
+@pytest.mark.parametrize("by", ["mask", "key_lengths", "mask_mod", "bias", "score_mod"])
+def test_masked_keys_are_never_seen(by, dtype):
+    """NaN in them, in what the functions return for them, and reads outside of arrays change no bit."""
+    query, key, value = random_arrays(0, **SIZES, dtype=dtype)
+    allowed = np.ones((37, 70), bool)
+    allowed[:, 41:] = False
+    options = {
+        "mask": {"mask": allowed},
+        "key_lengths": {"key_lengths": 41},
+        "mask_mod": {"mask_mod": lambda b, h, i, j, t: j < 41},
+        "bias": {"bias": np.where(allowed, 0, -np.inf).astype(dtype)},
+        "score_mod": {},
+    }[by]
+    if by == "score_mod":
+
+        def function(score, b, h, q_idx, kv_idx, t):
+            return score * t[kv_idx] if kv_idx < 41 else -math.inf
+
+    else:
+
+        def function(score, b, h, q_idx, kv_idx, t):
+            return score * t[kv_idx] if kv_idx < 41 else math.sqrt(score - 1e9) * t[kv_idx]
+
+    table = np.random.default_rng(1).standard_normal(41).astype(dtype)
+    options |= {"score_mod": function, "aux": (table,)}
+    wrt = ("query", "key", "value", "aux")
+    clean, _, _ = flex((query, key, value), options, wrt)
+    spoiled = [x.copy() for x in (key, value)]
+    for x in spoiled:
+        x[..., 41::2, :], x[..., 42::4, :] = np.nan, np.inf
+    found, _, _ = flex((query, *spoiled), options, wrt)
+    assert_all_same(found[:3], clean[:3])
+    assert_all_same(found.aux, clean.aux)
+    assert (found.key[..., 41:, :] == 0).all()
+    assert (found.value[..., 41:, :] == 0).all()
+    assert np.isfinite(found.aux[0]).all()
+
+
+@pytest.mark.parametrize("by", ["causal", "score_mod"])
+def test_nan_in_a_row_reaches_what_the_row_reads(by):
+    """Of a query or of grad_out: keys that the row does not read have the gradients of the other rows."""
+    query, key, value = random_arrays(0, heads=1, len_q=40, len_k=40, dtype="float64")
+    out, lse = np.zeros((1, 40, 16)), np.zeros((1, 40))
+
+    def half(score, b, h, q_idx, kv_idx):
+        return 0.5 * score if by == "causal" or kv_idx <= q_idx else -math.inf
+
+    options = {"score_mod": half} | ({"causal": True} if by == "causal" else {})
+    wide = random_arrays(1, heads=1, len_q=40, len_k=40, dtype="float64")[0]
+    for of_query in (False, True):
+        spoiled = [x.copy() for x in (wide, query)]
+        spoiled[of_query][:, 20] = np.nan
+        results = []
+        for grad_out, q in ((wide, query), tuple(spoiled)):
+            with np.errstate(all="ignore"):
+                out, lse = fastattn.flex_attention(q, key, value, return_lse=True, **options)
+            results.append(fastattn.flex_attention_backward(grad_out, q, key, value, out, lse, **options))
+        clean, found = results
+        for name in ("key", "value"):
+            one, other = getattr(found, name), getattr(clean, name)
+            assert_same_bits(one[:, 21:], other[:, 21:], name)
+            assert np.isnan(one[:, :21]).any()
+        others = np.arange(40) != 20
+        assert_same_bits(found.query[:, others], clean.query[:, others])
+
+
+def test_rows_without_keys():
+    arrays = random_arrays(0, **SIZES)
+    mask = np.ones((37, 70), bool)
+    mask[::3] = False
+    options = {"score_mod": lambda score, b, h, i, j, t: score * t[h], "aux": (np.ones(4, np.float32),)}
+    options |= {"mask": mask, "sinks": np.ones(4, np.float32)}
+    found, grad_out, grad_lse = flex(arrays, options, ALL[:3] + ALL[4:])
+    assert (found.query[..., ::3, :] == 0).all()
+    out, lse = fastattn.flex_attention(*arrays, return_lse=True, **options)
+    spoiled = grad_out.copy(), grad_lse.copy()
+    for x in spoiled:
+        (x if x.ndim < 4 else x.swapaxes(-1, -2))[..., ::3] = np.nan
+    again = fastattn.flex_attention_backward(
+        spoiled[0], *arrays, out, lse, grad_lse=spoiled[1], wrt=ALL[:3] + ALL[4:], **options
+    )
+    for name in ("query", "key", "value", "sinks"):
+        assert_same_bits(getattr(again, name), getattr(found, name), name)
+    assert_all_same(again.aux, found.aux)
+
+
+# ---------------------------------------------------------------- large scores
+
+
+@pytest.mark.parametrize("factor", [40.0, 400.0])
+def test_large_scores(factor):
+    """The weights of scores in the thousands are those of a scale, which has its own lse."""
+    arrays = random_arrays(0, heads=2, len_q=100, len_k=300, head_dim=64)
+
+    def scaled(score, b, h, q_idx, kv_idx, t):
+        return score * t
+
+    _, lse = fastattn.flex_attention(*arrays, score_mod=scaled, aux=(np.float32(factor),), return_lse=True)
+    assert abs(lse).max() > 100
+    check(arrays, {"score_mod": scaled, "aux": (np.float32(factor),)}, {"scale": factor / 8})
+
+
+# ---------------------------------------------------------------- an oracle of another house
+
+
+def _torch_scores():
+    torch = pytest.importorskip("torch")
+    i, j = torch.arange(70)[:, None], torch.arange(70)[None, :]
+    h = torch.arange(3)[:, None, None]
+
+    def t5_bias(score, buckets, table, offset):
+        return score + table[buckets[i - j + offset], h]
+
+    return {
+        "alibi": lambda score, slopes: score - slopes[h] * abs(i - j),
+        "t5_bias": t5_bias,
+        "soft_cap": lambda score, cap: cap * torch.tanh(score / cap),
+        "distance_decay": None,
+        "additive": None,
+    }
+
+
+def own_functions():
+    """Functions of numbers, and the same of tensors."""
+    torch = pytest.importorskip("torch")
+    i, j = torch.arange(70)[:, None], torch.arange(70)[None, :]
+
+    def gated(score, b, h, q_idx, kv_idx, gate, shift):
+        return score / (1 + math.exp(-gate[h, q_idx])) + max(shift[h, kv_idx], -0.5) * abs(score)
+
+    def of_gated(score, gate, shift):
+        most = torch.maximum(shift[:, None], torch.tensor(-0.5, dtype=shift.dtype))
+        return score * torch.sigmoid(gate[..., None]) + most * abs(score)
+
+    def powers(score, b, h, q_idx, kv_idx, table, number):
+        x = abs(score) + 0.1
+        return np.where(
+            q_idx > kv_idx, -(x ** (1.5 + number)), table[h, 0] * math.log1p(x) + table[h, 1] ** 2
+        )
+
+    def of_powers(score, table, number):
+        x = abs(score) + 0.1
+        other = table[:, 0, None, None] * torch.log1p(x) + table[:, 1, None, None] ** 2
+        return torch.where(i > j, -(x ** (1.5 + number)), other)
+
+    rng = np.random.default_rng(0)
+    return {
+        "gated": (gated, of_gated, (rng.standard_normal((3, 70)), rng.standard_normal((3, 70)))),
+        "powers": (powers, of_powers, (rng.standard_normal((3, 2)), 0.25)),
+    }
+
+
+@pytest.mark.parametrize("name", ["alibi", "t5_bias", "soft_cap", "gated", "powers"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_pytorch(name, causal):
+    """Its autograd on the plain formula in float64, with the same function of tensors."""
+    torch = pytest.importorskip("torch")
+    own = own_functions()
+    function, of_tensors, aux = (
+        own[name] if name in own else (GALLERY[name], _torch_scores()[name], aux_of(name))
+    )
+    arrays = random_arrays(0, lead=(2,), heads=3, len_q=70, len_k=70, dtype="float64")
+    found, grad_out, grad_lse = flex(
+        arrays, {"score_mod": function, "aux": aux, "causal": causal}, ("query", "key", "value", "aux")
+    )
+    given = map(np.asarray, (*arrays, *aux))
+    leaves = [torch.tensor(x, requires_grad=x.dtype.kind == "f") for x in given]
+    q, k, v, *others = leaves
+    others = [x if torch.is_floating_point(x) or x.ndim else int(x) for x in others]
+    scores = of_tensors(q @ k.mT / 4, *others)
+    if causal:
+        scores = scores.masked_fill(torch.ones(70, 70, dtype=torch.bool).triu(1), -torch.inf)
+    lse = scores.logsumexp(-1)
+    loss = (scores.softmax(-1) @ v * torch.tensor(grad_out)).sum() + (lse * torch.tensor(grad_lse)).sum()
+    loss.backward()
+    for got, leaf in zip([*found[:3], *found.aux], leaves, strict=True):
+        assert (got is None) == (leaf.grad is None)
+        if got is not None:
+            size = float(abs(leaf.grad).max())
+            np.testing.assert_allclose(got, leaf.grad.numpy(), rtol=1e-10, atol=1e-11 * size)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_the_functions_of_the_recipes_have_derivatives(name):
+    arrays = random_arrays(0, heads=3, len_q=70, len_k=70, dtype="float64")
+    found, _, _ = flex(arrays, {"score_mod": GALLERY[name], "aux": aux_of(name)}, ("query", "aux"))
+    assert np.isfinite(found.query).all()
+
+
+# ---------------------------------------------------------------- memory
+
+
+SCRIPT = (
+    MEASURE
+    + """
+def function(score, b, h, i, j, t):
+    return score * 0.5 + t[abs(i - j) % 64]
+def call(length):
+    rng = np.random.default_rng(0)
+    query, key, value, grad_out = rng.standard_normal((4, 1, length, 16), dtype=np.float32)
+    options = {"score_mod": function, "aux": (np.ones(64, np.float32),), "causal": True}
+    out, lse = fastattn.flex_attention(query, key, value, return_lse=True, **options)
+    def work():
+        fastattn.flex_attention_backward(grad_out, query, key, value, out, lse,
+                                         wrt=("query", "key", "value", "aux"), **options)
+    return extra(work)
+call(256)
+print(call(4096))
+"""
+)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
+def test_memory_does_not_grow_with_the_scores():
+    """Those of 4096 queries and keys would take 64 MB."""
+    assert int(python(SCRIPT, env={"FASTATTN_NUM_THREADS": "1"}, timeout=240)) < 24 * 2**20
+
+
+# ---------------------------------------------------------------- errors
+
+
+def raises(kind, text, function, aux=(), wrt=("query",), **options):
+    arrays = random_arrays(0)
+    out, lse = fastattn.attention(*arrays, return_lse=True)
+    with pytest.raises(kind, match=text) as caught:
+        fastattn.flex_attention_backward(
+            out, *arrays, out, lse, score_mod=function, aux=aux, wrt=wrt, **options
+        )
+    return str(caught.value)
+
+
+def test_functions_without_a_derivative():
+    def gamma(score, b, h, q_idx, kv_idx):
+        return math.lgamma(abs(score) + 1)
+
+    text = raises(TypeError, r"score_grad=", gamma)
+    line = gamma.__code__.co_firstlineno + 1
+    assert "'gamma'" in text
+    assert f"test_flex_backward.py, line {line}" in text
+    # With it there is one.
+    arrays = random_arrays(0)
+    out, lse = fastattn.flex_attention(*arrays, score_mod=gamma, return_lse=True)
+    found = fastattn.flex_attention_backward(
+        out, *arrays, out, lse, score_mod=gamma, score_grad=lambda score, b, h, i, j: 0.0
+    )
+    assert (found.query == 0).all()
+
+
+@pytest.mark.parametrize("text", ["np.sum(t)", "t.sum()", "(2 * t)[kv_idx]", "t.max()", "math.lgamma(t[0])",
+                                  "np.dot(t, t)", "np.mean(t)"])  # fmt: skip
+def test_aux_that_is_read_as_a_whole(text):
+    """No derivative gets lost: it is refused."""
+    namespace = {"np": np, "math": math}
+    exec(f"def function(score, b, h, q_idx, kv_idx, t):\n    return score * {text}", namespace)
+    said = raises(TypeError, "cannot be derived in aux", namespace["function"], (np.ones(33),), ("aux",))
+    assert "line 2" in said
+    assert "score_grad" not in said
+    arrays = random_arrays(0)
+    out, lse = fastattn.flex_attention(
+        *arrays, score_mod=namespace["function"], aux=(np.ones(33),), return_lse=True
+    )
+    found = fastattn.flex_attention_backward(
+        out, *arrays, out, lse, score_mod=namespace["function"], aux=(np.ones(33),)
+    )
+    assert np.isfinite(found.key).all()
+
+
+def test_reads_outside_of_arrays():
+    table = np.ones(20)
+
+    def function(score, b, h, q_idx, kv_idx, t):
+        return score * t[kv_idx]
+
+    def inside(score, b, h, q_idx, kv_idx, t):
+        return score
+
+    raises(IndexError, r"(?s)score_mod 'function' reads outside of aux\[0\].*kv_idx\) = \(0, 0, 0, 20\)",
+           function, (table,), ("query", "aux"))  # fmt: skip
+    raises(
+        IndexError,
+        r"(?s)score_grad 'function' reads outside of aux\[0\]",
+        inside,
+        (table,),
+        score_grad=function,
+    )
+    arrays = random_arrays(0)
+    out, lse = fastattn.attention(*arrays, key_lengths=20, return_lse=True)
+    found = fastattn.flex_attention_backward(
+        out, *arrays, out, lse, score_mod=inside, score_grad=function, aux=(table,), key_lengths=20
+    )
+    assert np.isfinite(found.query).all()
+
+
+def test_arguments():
+    def function(score, b, h, q_idx, kv_idx):
+        return score
+
+    raises(ValueError, "wrt names aux, which is not given", function, wrt=("aux",))
+    raises(
+        ValueError,
+        "wrt names aux, which a score_mod reads, and there is none",
+        None,
+        (np.ones(3),),
+        wrt=("aux",),
+    )
+    raises(
+        ValueError, "score_grad is the derivative of score_mod, which is not given", None, score_grad=function
+    )
+    raises(ValueError, "wrt must name some of query, key, value, bias, sinks, aux", function, wrt=("mask",))
+    raises(TypeError, "score_grad 'operator|score_grad must be a function", function, score_grad=operator.neg)
+    raises(
+        TypeError, r"score_grad '<lambda>'(?s:.*)called with 5 arguments", function, score_grad=lambda x: x
+    )
+    raises(TypeError, "score_grad '<lambda>' must return one real number", function,
+           score_grad=lambda score, b, h, i, j: (score, score))  # fmt: skip
+    raises(TypeError, "block_mask must be", function, block_mask=np.ones((17, 33), bool))
+    raises(TypeError, "return_lse", function, return_lse=True)
+    arrays = random_arrays(0)
+    out, lse = fastattn.attention(*arrays, return_lse=True)
+    with pytest.raises(ValueError, match="wrt must name some of query, key, value, bias, sinks, got 'aux'"):
+        fastattn.attention_backward(out, *arrays, out, lse, wrt="aux")
+
+
+def test_backends_that_run_no_derivatives_say_so():
+    def function(score, b, h, q_idx, kv_idx):
+        return score
+
+    raises(fastattn.BackendError, "numba: it computes no gradients", function, backend="numba")
+    raises(fastattn.BackendError, "reference: it runs no score_mod", function, backend="reference")
+
+
+def test_masks_alone_run_on_the_reference():
+    arrays = random_arrays(0, dtype="float64")
+    options = {"mask_mod": lambda b, h, i, j: j <= i, "backend": "reference"}
+    found, grad_out, grad_lse = flex(arrays, options)
+    mask = np.tri(17, 33, dtype=bool)
+    assert_gradients(Gradients(*found[:5]), grad_out, *arrays, wrt=ALL[:3], mask=mask, grad_lse=grad_lse)
+
+
+def test_empty_sizes():
+    for len_q, len_k in ((0, 5), (5, 0)):
+        arrays = random_arrays(0, len_q=len_q, len_k=len_k)
+        found, _, _ = flex(
+            arrays,
+            {"score_mod": lambda score, b, h, i, j, t: score * t[h], "aux": (np.ones(2),)},
+            ("query", "aux"),
+        )
+        assert (found.query == 0).all()
+        assert (found.aux[0] == 0).all()
+
+
+def test_it_prints():
+    arrays = random_arrays(0)
+    options = {"score_mod": lambda score, b, h, i, j, t: score * t[h], "aux": (np.ones(2),)}
+    found, _, _ = flex(arrays, options, ("query", "aux"))
+    assert repr(found) == (
+        "FlexGradients(query=<float32 (2, 17, 16)>, key=None, value=None, bias=None, sinks=None, "
+        "aux=(<float64 (2,)>,))"
+    )

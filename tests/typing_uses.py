@@ -90,6 +90,15 @@ def gradients() -> None:
     assert_type(bias, np.ndarray | None)
     some = fastattn.attention_backward(out, x, x, x, out, lse, causal=True, wrt=("query", "key"))
     assert_type(some.value, np.ndarray | None)
+
+    def read(score: float, b: int, h: int, i: int, j: int, table: np.ndarray) -> float:
+        return score * float(table[0, 0, 0, 0])
+
+    of_flex = fastattn.flex_attention_backward(out, x, x, x, out, lse, score_mod=lambda s, b, h, i, j: -s)
+    assert_type(of_flex, fastattn.FlexGradients[np.ndarray])
+    of_some = fastattn.flex_attention_backward(out, x, x, x, out, lse, score_mod=read, aux=(x,), wrt=["aux"])
+    assert_type(of_some.query, np.ndarray | None)
+    assert_type(of_some.aux, tuple[np.ndarray | None, ...] | None)
     of_any(found)
     of_any(some)
     rows = np.ones((5, 2, 4))

@@ -239,7 +239,7 @@ def varlen_attention_backward(
               bias=None, sinks=None)
     """
     completed = complete("W", varlen_attention_backward, options, extra)
-    outputs = {"grad_out": grad_out, "out": out, "lse": lse}
+    outputs: dict[str, Any] = {"grad_out": grad_out, "out": out, "lse": lse}
     starts = cu_seqlens_q, cu_seqlens_k
     backward = normalize_backward(query, key, value, completed, **outputs, cu_seqlens=starts)
     return differentiate(backward, completed | {"query": query, "key": key, "value": value}, True)

@@ -190,7 +190,7 @@ def _normalize(
 
 
 def check_functions(aux: Sequence[Any], **mods: Any) -> None:
-    """TypeError unless each function, under its argument's name, takes the arguments that it is called with."""
+    """TypeError unless each function, by the name of its option, takes what it is called with."""
     for kind, mod in mods.items():
         if mod is not None:
             _check_function(kind, mod.function, _MASK_MOD if kind == "mask_mod" else _SCORE_MOD, aux)

@@ -96,21 +96,20 @@ def flex_attention_backward(
 
     Notes
     -----
-    `score_mod` is compiled once more, with numbers that carry a derivative. It may use arithmetic, ``abs``,
-    ``min``, ``max``, ``pow``, comparisons, ``if``, loops, conversions, ``np.where``, and of `math` and `numpy`
-    powers, exponential and trigonometric functions with their inverses, ``erf`` and ``logaddexp``. No rule
-    have ``gamma`` and ``lgamma``, and sums over whole arrays of floats, where these have a derivative.
+    `score_mod` is compiled again, with numbers that carry a derivative. It may use operators, ``abs``,
+    ``min``, ``max``, ``pow``, comparisons, ``if``, loops, conversions, ``np.where``; of `math` and `numpy`
+    powers, exponential and trigonometric functions and their inverses, ``erf`` and ``logaddexp``; but not
+    ``gamma`` and ``lgamma``, nor sums over a whole array that a gradient is asked for.
 
     At kinks the derivatives are those of PyTorch: 0 of ``abs(x)`` at 0, a half for each of two equal operands
-    of ``min`` and ``max``, inf of ``sqrt(x)`` at 0. ``if`` and ``np.where`` have that of the operand that they
-    choose: what the other one holds, as NaN, reaches nothing. What rounds or compares is constant, as ``//``,
-    ``floor``, ``int`` and ``sign`` are.
+    of ``min`` and ``max``, inf of ``sqrt(x)`` at 0. ``if``, ``np.where``, ``min`` and ``max`` have that of
+    the operand that they choose; the other one, be it NaN, is not seen. What rounds or compares is constant:
+    ``//``, ``floor``, ``int``, ``sign``. Masked keys contribute 0, and so do keys whose weight is 0, whatever
+    the functions return for them.
 
-    Masked keys contribute 0, and so do keys whose weight is 0, whatever the functions return for them.
-
-    For `aux` the function is called once per element of these that it reads: a table costs one evaluation,
-    two tables two. An array of L x S is added up in float64 as all are, and in two copies at least; what is
-    smaller in up to 64, of 32 MB in all. Captured arrays have no gradient: hand them over as `aux`.
+    For `aux` the function is evaluated once for each element of these that it reads, and for each number.
+    The sums are in float64, with up to 64 partial sums of each, in 32 MB or twice the size of `aux`. Captured
+    arrays and numbers have no gradient.
 
     Determinism: the same bits on any number of threads, for `aux` too. docs/promises.md says more.
 
@@ -139,7 +138,8 @@ def flex_attention_backward(
                   aux=(<float64 (2, 16)>,))
     """
     completed = complete("G", flex_attention_backward, options, extra)
-    arrays, outputs = (query, key, value), {"grad_out": grad_out, "out": out, "lse": lse}
+    arrays = query, key, value
+    outputs: dict[str, Any] = {"grad_out": grad_out, "out": out, "lse": lse}
     given = completed | {"query": query, "key": key, "value": value}
     aux = as_aux(completed["aux"])
     for i, x in enumerate(aux):
@@ -148,10 +148,12 @@ def flex_attention_backward(
     if score is None and slope is not None:
         raise ValueError("score_grad is the derivative of score_mod, which is not given")
     check_functions(aux, score_mod=score, score_grad=slope, mask_mod=allowed)
-    completed |= {"mask": mask_of(*arrays, completed), "aux": () if score is None else aux}
+    completed |= {"mask": mask_of(*arrays, completed), "aux": aux}
     backward = normalize_backward(
         *arrays, completed, **outputs, function_mask=function_mask(allowed, completed), score_mod=score
     )
+    if "aux" in backward.wrt and score is None:
+        raise ValueError("wrt names aux, which a score_mod reads, and there is none")
     room: tuple[np.ndarray | None, ...] = ()
     if "aux" in backward.wrt:
         room = tuple(np.zeros(x.shape) if x.dtype.kind == "f" else None for x in aux)

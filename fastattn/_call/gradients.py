@@ -118,8 +118,8 @@ class Gradients(NamedTuple, Generic[Gradient]):
 class FlexGradients(NamedTuple, Generic[Gradient]):
     """Gradients with respect to the arguments of `flex_attention`; None for what was not asked for.
 
-    The first five are those of `Gradients`. `aux` is a tuple with one for each of `aux`: an array of its shape
-    and dtype, or None for integers and bools.
+    The first five are those of `Gradients`. `aux` is a tuple with one for each of `aux`: an array of its
+    shape and dtype, or None for integers and bools.
     """
 
     query: Gradient

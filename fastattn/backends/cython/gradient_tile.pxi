@@ -509,8 +509,8 @@ cdef void differentiate_functions(const Job *job, Gradients *g, const Scratch *w
         f.of_aux(t.capped, t.change, block.ld, block.n_rows, tile.n_keys, tile.key0, block.item, w.row_h, w.row_i,
                  f.aux_of_aux, f.sums + task % f.n_partial * f.n_sums)
     if f.slope != NULL:
-        outside = f.slope(t.capped, t.change, block.ld, block.n_vectors * job.lanes, tile.n_keys, tile.key0, block.item,
-                          w.row_h, w.row_i, f.aux_of_slope)
+        outside = f.slope(t.capped, t.change, block.ld, block.n_rows, tile.n_keys, tile.key0, block.item, w.row_h, w.row_i,
+                          f.aux_of_slope)
         if outside:
             f.outside = outside
 

@@ -29,8 +29,8 @@ BITS = ir.IntType(32)
 
 WORD = ir.IntType(64)
 
-#: What is at the address ``checks``: the bits, as a word; and with `Tracked` arrays how many of their elements
-#: were read so far, which one is asked for, its array and its address.
+#: What is at the address ``checks``: the bits, as a word; and with `Tracked` arrays how many of their
+#: elements were read so far, which one is asked for, its array and its address.
 SLOT = ("bits", "n_read", "wanted", "array", "address")
 
 
@@ -113,9 +113,7 @@ def _type_read(array: Any) -> Any:
     return Pair(array.dtype.real) if isinstance(array.dtype, Tracked) else array.dtype
 
 
-def _load(
-    context: Any, builder: Any, array: Any, view: Any, shape: Any, indices: Any, checks: Any
-) -> Any:
+def _load(context: Any, builder: Any, array: Any, view: Any, shape: Any, indices: Any, checks: Any) -> Any:
     strides = cgutils.unpack_tuple(builder, view.strides, count=array.ndim)
     element = cgutils.get_item_pointer2(context, builder, view.data, shape, strides, array.layout, indices)
     value = load_item(context, builder, array, element)

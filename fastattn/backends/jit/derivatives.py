@@ -88,20 +88,12 @@ def _plain(function: Any, is_weak: bool) -> Callable[..., Any]:
     if ours is function:
         ours = literals.operation(function) if is_weak else None
     if ours is not None:
-        return ours._defn  # type: ignore[no-any-return]
+        return ours._defn
     return lambda context, *arguments: fallback(context, function, arguments)
 
 
 def _power(z: _Real, x: _Real, y: _Real) -> _Real:
     return y.where("==", 0, 0, y * x.apply(operator.pow, y - 1))
-
-
-def _larger(z: _Real, x: _Real, y: _Real) -> _Real:
-    return x.where(">", y, 1, x.where("<", y, 0, x.where("==", y, 0.5, 1)))
-
-
-def _smaller(z: _Real, x: _Real, y: _Real) -> _Real:
-    return _larger(z, y, x)
 
 
 def _sign(z: _Real, x: _Real) -> _Real:
@@ -144,8 +136,6 @@ _have(
     (operator.pow, pow, math.pow, np.power),
     _power, lambda z, x, y: z.where("==", 0, 0, z * x.apply(np.log)),
 )  # fmt: skip
-_have((max, np.maximum, np.fmax), _larger, lambda z, x, y: _larger(z, y, x))
-_have((min, np.minimum, np.fmin), _smaller, lambda z, x, y: _smaller(z, y, x))
 _have((math.hypot, np.hypot), lambda z, x, y: x / z, lambda z, x, y: y / z)
 _have(
     (math.atan2, np.arctan2),
@@ -187,6 +177,11 @@ _have((math.erfc,), lambda z, x: -(_ERF * (-(x * x)).apply(np.exp)))
 _have((math.degrees, np.degrees, np.rad2deg), lambda z, x: x.where("==", x, 180 / math.pi, x))
 _have((math.radians, np.radians, np.deg2rad), lambda z, x: x.where("==", x, math.pi / 180, x))
 
+#: Which of two operands has the derivative, by the sign of a comparison.
+_EXTREMES = {
+    **dict.fromkeys((max, np.maximum, np.fmax), ">"), **dict.fromkeys((min, np.minimum, np.fmin), "<")
+}  # fmt: skip
+
 #: Piecewise constant: of values alone, and no pairs.
 _FLAT = {
     operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, operator.not_,
@@ -204,6 +199,8 @@ def replacement(called: Any, n: int, is_weak: bool) -> Any:
         definition = _on_pairs(literals.WHERE[is_weak]._defn, _chosen)
     elif isinstance(called, type) and issubclass(called, (int, float, np.number, np.bool_)) and n == 1:
         definition = _conversion(called)
+    elif called in _EXTREMES and n == 2:
+        definition = _on_pairs(_plain(called, is_weak), partial(_extreme, _EXTREMES[called]))
     elif len(_PARTIALS.get(called, ())) == n:
         definition = _on_pairs(_plain(called, is_weak), partial(_by_partials, _PARTIALS[called]))
     elif called in _FLAT:
@@ -243,19 +240,18 @@ def _on_pairs(of_plain: Callable[..., Any], of_pairs: Callable[..., Any] | None)
         if signature is None or plain == kinds:
             return signature, write
         real = signature.return_type
-        result = Pair(real) if of_pairs and isinstance(real, types.Float) else real
+        has_slope = of_pairs is not None and isinstance(real, types.Float)
+        result = Pair(real) if has_slope else real
 
         def codegen(target: Any, builder: Any, _: Any, given: Any) -> Any:
             def apply(numbers: Any) -> Any:
-                cast = [
-                    target.cast(builder, *it) for it in zip(numbers, plain, signature.args, strict=True)
-                ]
+                cast = [target.cast(builder, *it) for it in zip(numbers, plain, signature.args, strict=True)]
                 return write(target, builder, signature, cast)
 
             operands = list(zip(kinds, given, strict=True))
             values = [value_of(builder, kind, x) for kind, x in operands]
             value = apply(values)
-            if result is real:
+            if of_pairs is None or not has_slope:
                 return value
             slopes = [slope_of(builder, x) if isinstance(kind, Pair) else None for kind, x in operands]
             new = partial(_Real, target, builder, real)
@@ -274,13 +270,21 @@ def _on_pairs(of_plain: Callable[..., Any], of_pairs: Callable[..., Any] | None)
 
 
 def _by_partials(partials: tuple[Callable[..., Any], ...], z: _Real, values: Any, slopes: Any) -> _Real:
-    """The chain rule."""
-    terms = [
-        slope * partial_of(z, *values)
-        for partial_of, slope in zip(partials, slopes, strict=True)
-        if slope is not None and partial_of is not _zero
-    ]
+    """The chain rule. A derivative of 0 stays 0, beside inf and NaN too: of what does not depend on the score
+    nothing is seen."""
+    terms = []
+    for partial_of, slope in zip(partials, slopes, strict=True):
+        if slope is not None and partial_of is not _zero:
+            term = slope * partial_of(z, *values)
+            terms.append(term if partial_of in (_one, _minus) else slope.where("==", 0, slope, term))
     return sum(terms[1:], terms[0]) if terms else z.constant(0)
+
+
+def _extreme(sign: str, z: _Real, values: Any, slopes: Any) -> _Real:
+    """That of the operand which comes first by `sign`, or the mean of both."""
+    (x, y), (of_x, of_y) = values, (z.constant(0) if slope is None else slope for slope in slopes)
+    other = "<" if sign == ">" else ">"
+    return x.where(sign, y, of_x, x.where(other, y, of_y, 0.5 * of_x + 0.5 * of_y))
 
 
 def _chosen(z: _Real, values: Any, slopes: Any) -> _Real:

@@ -322,7 +322,9 @@ class _Rewriting:
     def _constant(self, variable: Any) -> Any:
         """An integer in the code, or None."""
         definition = ir_definition(self._ir, variable)
-        return definition.value if isinstance(definition, ir.Const) and type(definition.value) is int else None
+        return (
+            definition.value if isinstance(definition, ir.Const) and type(definition.value) is int else None
+        )
 
     def _check_known(self, value: Any) -> None:
         """Raises for a global, or what a closure holds, that Numba has no type for."""

@@ -178,7 +178,7 @@ class GradientLoops:
 
 def is_floating(value: Any) -> bool:
     """Whether there is a gradient with respect to a value of `aux`."""
-    return value.dtype.kind == "f"  # type: ignore[no-any-return]
+    return value.dtype.kind == "f"
 
 
 def as_mod(function: Callable[..., Any], aux: Sequence[Any]) -> Mod:

@@ -4,10 +4,11 @@ function.
 A loop is a C function of ten `intptr_t`. It returns 0, or bits for reads out of bounds: bit i for the i-th of
 the values that the function reads, `checks.OTHER` for those without a bit of their own.
 
-The loops of gradients go over a tile of scores and one of their gradients, and leave out scores whose gradient
-is 0, as that of each masked key is. `over_slopes` multiplies a gradient by the derivative of the function in
-the score. `over_aux` adds it, times the derivative in each element that the function reads, to that element's
-sum: it calls the function once per element that is read, each time with another one's derivative.
+The loops of gradients go over a tile of scores and one of their gradients, and leave out scores whose
+gradient is 0, as that of each masked key is. `over_slopes` multiplies a gradient by the derivative of the
+function in the score. `over_aux` adds it, times the derivative in each element that the function reads, to
+that element's sum: it calls the function once per element that is read, each time with another one's
+derivative.
 
 A loop over scores does not know which of them are masked. It puts a mark in the place of a score for which
 the function read out of bounds: a NaN that holds the bits. The driver masks the tile, and only the marks that
@@ -172,13 +173,16 @@ class LoopWriter:
         bit = builder.select(status.is_error, BITS(1 << OTHER), BITS(0))
         return returned, builder.or_(builder.load(self._error), bit)
 
-    def slope(self, score: ir.Value, change: ir.Value, *indices: ir.Value) -> ir.Value:
-        """The derivative in the score: of a function of pairs, or what the caller's own derivative returns."""
+    def slope(self, score: ir.Value, counts: ir.Value, *indices: ir.Value) -> ir.Value:
+        """The derivative in the score: of a function of pairs, or what the caller's own derivative returns.
+
+        counts: a bit, whether reads out of bounds are errors.
+        """
         builder, kind = self.builder, self._typed.signature.args[0]
         of_pairs = isinstance(kind, Pair)
         given = make(self.context, builder, kind, score, score.type(1)) if of_pairs else score
         returned, error = self._result([given, *indices], self._values)
-        error = builder.select(is_zero(builder, change), BITS(0), error)
+        error = builder.select(counts, error, BITS(0))
         builder.store(builder.or_(builder.load(self._checks), error), self._checks)
         return self._slope_of(returned) if of_pairs else self.context.cast(
             builder, returned, self._returned, self._type
@@ -329,25 +333,28 @@ _CHANGES = ("s", "change", "ld", "n", "n_keys", "key0", "b", "row_h", "row_i", "
 
 
 def over_slopes(is_grouped: bool) -> Callable[..., Machine]:
-    """The gradients `change` of the function's values for the scores of a tile, of `n` lanes `ld` apart, become
-    those of the scores. is_grouped: see `over_lanes`; else the rows of these lanes are consecutive."""
+    """The gradients `change` of the function's values for the scores of a tile become those of the scores.
+    The first `n` of the `ld` lanes are rows. is_grouped: see `over_lanes`."""
 
     def write(loop: LoopWriter) -> None:
         builder, at = loop.builder, loop.arguments
         heads, rows = loop.pointer("row_h"), loop.pointer("row_i")
         head, row = loop.load(heads, WORD(0)), loop.load(rows, WORD(0))
+        last = loop.load(rows, builder.sub(at["n"], WORD(1)))
         with loop.each(WORD(0), at["n_keys"]) as j:
             first, key = builder.mul(j, at["ld"]), builder.add(at["key0"], j)
             scores, changes = (builder.gep(at[name], [first]) for name in ("s", "change"))
-            with loop.each(WORD(0), at["n"]) as lane:
+            with loop.each(WORD(0), at["ld"]) as lane:
                 if is_grouped:
                     h, i = loop.load(heads, lane), loop.load(rows, lane)
                 else:
-                    h, i = head, builder.add(row, lane)
+                    h, i = head, loop.least(builder.add(row, lane), last)
                 place = builder.gep(changes, [lane])
                 score, change = builder.load(builder.gep(scores, [lane])), builder.load(place)
-                product = builder.fmul(change, loop.slope(score, change, at["b"], h, i, key))
-                builder.store(builder.select(is_zero(builder, change), change, product), place)
+                is_none = is_zero(builder, change)
+                counts = builder.and_(builder.not_(is_none), builder.icmp_signed("<", lane, at["n"]))
+                product = builder.fmul(change, loop.slope(score, counts, at["b"], h, i, key))
+                builder.store(builder.select(is_none, change, product), place)
 
     return partial(_compiled, write, _CHANGES)
 

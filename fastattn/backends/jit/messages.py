@@ -40,8 +40,8 @@ def location_of(function: Any) -> str:
 
 
 def not_compiled(kind: str, function: Any, error: Exception, wrt: str = "") -> str:
-    """Which function, where, and Numba's objection; Numba's error is chained to ours. wrt: what a derivative is
-    compiled for."""
+    """Which function, where, and Numba's objection; Numba's error is chained to ours. wrt: see
+    `functions.Loop`."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     about = [line for line in lines if not line.startswith(("Failed in", "During:", "File ", "<source", "^"))]
@@ -52,7 +52,9 @@ def not_compiled(kind: str, function: Any, error: Exception, wrt: str = "") -> s
     hint = "; functions of numpy and of math are compiled" if is_of_another else ""
     what = "cannot be compiled"
     if wrt:
-        what = f"cannot be derived in {wrt}" + (", give its derivative as score_grad=" if wrt == "score" else "")
+        what = f"cannot be derived in {wrt}" + (
+            ", give its derivative as score_grad=" if wrt == "score" else ""
+        )
     return (
         f"{kind} {name_of(function)} {what}, see above for all that Numba says\n"
         f"at {named[0] if named else location_of(function)}:\n{objected}{hint}"

@@ -90,6 +90,6 @@ def _from_pair(context: Any, builder: Any, given: Any, to: Any, pair: Any) -> An
     return make(context, builder, to, *(context.cast(builder, part, given.real, to.real) for part in parts))
 
 
-for _kind in _NUMBERS:
-    lower_cast(_kind, Pair)(_from_number)
+for _number in _NUMBERS:
+    lower_cast(_number, Pair)(_from_number)
 lower_cast(Pair, Pair)(_from_pair)

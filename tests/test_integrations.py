@@ -441,6 +441,40 @@ def test_autograd_of_one_argument_that_is_all_three() -> None:
     assert autograd.grad(lambda x: attention(x, x, x).sum())(x).shape == x.shape
 
 
+def test_autograd_of_a_function_of_scores() -> None:
+    autograd = pytest.importorskip("autograd")
+    pytest.importorskip("numba")
+    from fastattn.integrations.autograd import flex_attention
+
+    def function(score, b, h, q_idx, kv_idx, table, whole, number):
+        return score * number + table[h, (q_idx - kv_idx) % whole]
+
+    rng = np.random.default_rng(0)
+    query, key, value, grad_out = rng.standard_normal((4, 2, 5, 3))
+    given = (query, value, rng.standard_normal((2, 4)), 0.5)
+    options = {"score_mod": function, "causal": True}
+
+    def loss(query, value, table, number):
+        out = flex_attention(query, key, value, aux=(table, 4, number), **options)
+        return (out * grad_out).sum()
+
+    got = autograd.grad(loss, argnum=(0, 1, 2, 3))(*given)
+    options["aux"] = (given[2], 4, given[3])
+    out, lse = fastattn.flex_attention(query, key, value, return_lse=True, **options)
+    wrt = ("query", "key", "value", "aux")
+    wanted = fastattn.flex_attention_backward(grad_out, query, key, value, out, lse, wrt=wrt, **options)
+    for one, other in zip(got, (wanted.query, wanted.value, wanted.aux[0], wanted.aux[2]), strict=True):
+        assert_same_bits(np.asarray(one), other)
+
+    def by_half(score, b, h, q_idx, kv_idx, table, whole, number):
+        return number
+
+    of_key = autograd.grad(
+        lambda key: (flex_attention(query, key, value, score_grad=by_half, **options) * grad_out).sum()
+    )(key)
+    np.testing.assert_allclose(of_key, wanted.key, rtol=1e-12)
+
+
 def test_autograd_refuses() -> None:
     autograd = pytest.importorskip("autograd")
     from fastattn.integrations.autograd import attention

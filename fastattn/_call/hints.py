@@ -62,6 +62,7 @@ mask_mod mask_fn mask_function
     mask | say mask=fastattn.create_block_mask(NAME, B, H, L, S)
 score_mod score_fn
     score_mod | say score_mod=
+    grad_out | call fastattn.flex_attention_backward, which takes it
     query | call fastattn.flex_attention, which takes it
 attn_bias attention_bias
     bias causal | say bias= for an array (added to the scores), and causal=True for a LowerTriangularMask

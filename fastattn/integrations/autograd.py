@@ -1,4 +1,4 @@
-"""`attention` and `flex_attention` for HIPS autograd: ``autograd.grad`` differentiates NumPy code with them."""
+"""`attention` and `flex_attention` for HIPS autograd: ``autograd.grad`` differentiates code with them."""
 
 from __future__ import annotations
 
@@ -95,8 +95,10 @@ def _make_vjp(argnums: tuple[int, ...], out: Any, args: tuple[Any, ...], _: dict
 
     def vjp(grad_out: Any) -> tuple[Any, ...]:
         gradients = attention_backward(grad_out, out, *arrays, call.name, others)
-        return tuple(gradients.aux[place] if place >= 0 else gradients[number]
-            for number, place in zip(argnums, places, strict=True))
+        return tuple(
+            gradients.aux[place] if place >= 0 else gradients[number]
+            for number, place in zip(argnums, places, strict=True)
+        )
 
     return vjp
 

@@ -10,7 +10,7 @@
 `vector_math`  exp, exp2 and tanh that LLVM vectorises
 `checks`       array reads with a bounds check
 `lowering`     what is refused, with its line: what takes the GIL, and reads that no check covers
-`loops`        the loop over a tile around the function or its derivative, written as LLVM IR, with an address that C can call
+`loops`        the loop over a tile around the function, or its derivative, as LLVM IR, with an address for C
 `memory`       how `aux` and captured arrays are passed to compiled code
 `messages`     errors for functions that do not compile, or read outside of an array
 `mask_map`     a mask_mod evaluated tile by tile

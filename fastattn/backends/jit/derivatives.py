@@ -215,18 +215,23 @@ def power(exponent: int, is_weak: bool) -> Any:
     """The replacement of a power whose exponent is a constant, one of `PRODUCTS`."""
 
     def product(x: _Real, n: int) -> Any:
-        factors = x
-        for _ in range(n - 1):
-            factors = factors * x
-        return factors if n else 1
+        """x to the n, by squares: also of vectors of x."""
+        if n < 0:
+            return 1 / product(x, -n)
+        half = product(x, n // 2) if n > 1 else x.constant(1)
+        return half * half * (x if n % 2 else 1)
 
-    def of(z: _Real, x: _Real, y: _Real) -> Any:
-        if exponent == 0:
-            return 0
-        n = exponent - 1
-        return exponent * product(x, n) if n >= 0 else exponent / product(x, -n)
+    def of_plain(context: Any, x: Any, y: Any) -> Any:
+        if not isinstance(x, types.Float):
+            return _plain(operator.pow, is_weak)(context, x, y)
+        return x(
+            x, y
+        ), lambda target, builder, _, given: product(_Real(target, builder, x, given[0]), exponent).value
 
-    definition = _on_pairs(_plain(operator.pow, is_weak), partial(_by_partials, (of, _zero)))
+    def slope(z: _Real, x: _Real, y: _Real) -> Any:
+        return exponent * product(x, exponent - 1) if exponent else 0
+
+    definition = _on_pairs(of_plain, partial(_by_partials, (slope, _zero)))
     return intrinsic_of(definition, "pow", ["x", "y"])
 
 

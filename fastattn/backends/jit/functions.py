@@ -157,7 +157,9 @@ class GradientLoops:
                 self.aux_of_aux.extend((base, x.itemsize if base else 1, first))
                 first += x.size if is_floating(x) else 0
             n_partial = max(1, min(n_tasks, MAX_PARTIAL_SUMS, max(2, MAX_SUMS // max(first, 1))))
-            self.sums, self.turns = np.zeros((n_partial, first)), np.zeros(n_partial, np.int64)
+            # Whole cache lines, which no two threads share but the first and the last.
+            self.sums = np.zeros((n_partial, -(-first // 8) * 8 + 8))
+            self.turns = np.zeros(n_partial, np.int64)
 
     @staticmethod
     def _kept_address(x: Any) -> int:

@@ -89,10 +89,11 @@ def test_gradients_are_sums_of_those_of_the_array(engine, problem, dtype):
 
 
 @computes_gradients
-def test_the_bits_of_gradients_depend_on_no_thread(engine):
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_bits_of_gradients_depend_on_no_thread(engine, dtype):
     for heads in (1, 6):
-        query, key, value, table = inputs(6, 3, 300, 700, 400, heads, np.float32)
-        grad_out = np.ones((2, 6, 300, 24), np.float32)
+        query, key, value, table = inputs(6, 3, 300, 700, 400, heads, dtype)
+        grad_out = np.random.default_rng(1).standard_normal((2, 6, 300, 24)).astype(dtype)
         bias = Relative(table, 200)
         one, two, four = (
             engine.gradients(grad_out, query, key, value, bias=bias, wrt="bias", num_threads=n).bias

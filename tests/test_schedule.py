@@ -146,7 +146,7 @@ class TestFused:
         )
         problem, target = problem_of(*arrays, **options), Target(16, 3, 48, True)
         fused = make_schedule(problem, target, 2).uses_fused
-        assert make_backward_schedule(problem, target, 2).scores_on_tiles == fused
+        assert make_backward_schedule(problem, target, 2, False).scores_on_tiles == fused
         return fused
 
     @pytest.mark.parametrize(

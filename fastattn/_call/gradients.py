@@ -63,6 +63,12 @@ class Backward(NamedTuple):
     #: Of each of `aux`, float64 zeros of its shape to be filled; None where there is no gradient
     grad_aux: tuple[np.ndarray | None, ...] = ()
 
+    @property
+    def sums_by_task(self) -> bool:
+        """Whether some gradient is the sum of what tasks have, rather than of tiles in their order."""
+        by_diagonals = any(sums.by_diagonals for sums in self.bias)
+        return "aux" in self.wrt or ("bias" in self.wrt and by_diagonals)
+
     def of_heads(self, heads: slice) -> Backward:
         """The call of some query heads, as many of each key/value head."""
         grad_lse = None if self.grad_lse is None else np.ascontiguousarray(self.grad_lse[..., heads, :])

@@ -310,9 +310,9 @@ def normalize_backward(
     problem = _problem(inputs, results, band, lowered, bias, numbers | {"score_mod": score_mod})
     of_aux = ("aux",) if "aux" in options else ()
     names = check_wrt(options["wrt"], DIFFERENTIABLE + of_aux)
+    is_given = {"bias": bool(parts), "sinks": problem.sinks is not None, "aux": bool(options.get("aux"))}
     for name in names:
-        given = {"bias": parts, "sinks": problem.sinks is not None, "aux": options.get("aux")}
-        if not given.get(name, True):
+        if not is_given.get(name, True):
             raise ValueError(f"wrt names {name}, which is not given")
     return Backward(
         problem=problem,

@@ -247,8 +247,13 @@ def _fused_schedule(problem: Problem, target: Target, num_threads: int, small: b
     )  # fmt: skip
 
 
-def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
-    """The schedule of the gradients of a problem: tasks are key tiles, each over all query blocks."""
+def make_backward_schedule(
+    problem: Problem, target: Target, num_threads: int, sums_by_task: bool
+) -> Schedule:
+    """The schedule of the gradients of a problem: tasks are key tiles, each over all query blocks.
+
+    sums_by_task: each task has sums of its own, so that the tasks decide the order of summation.
+    """
     sizes = problem.sizes
     factors = factors_of(problem)
     scores_on_tiles = target.has_fused and _fuses(problem, factors)
@@ -262,8 +267,8 @@ def make_backward_schedule(problem: Problem, target: Target, num_threads: int) -
         max_lanes = block_q
     block_k = min(constants.BACKWARD_BLOCK_K, max(WORD, _up(sizes.len_k, WORD)))
     n_tiles = -(-sizes.len_k // block_k)
-    # A task packs the queries once. Bits do not depend on the tasks.
-    task_tiles = min(n_tiles, constants.BACKWARD_TASK_TILES)
+    # A task packs the queries once.
+    task_tiles = 1 if sums_by_task else min(n_tiles, constants.BACKWARD_TASK_TILES)
     while task_tiles > 1 and heads * -(-n_tiles // task_tiles) < constants.SPLIT_TASKS * num_threads:
         task_tiles -= 1
     n_tasks = heads * -(-n_tiles // task_tiles)

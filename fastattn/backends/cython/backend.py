@@ -91,10 +91,7 @@ class CythonBackend(Backend):
     def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
         problem = backward.problem
         target = Target(**driver.target(problem.dtype.itemsize))
-        schedule = make_backward_schedule(problem, target, num_threads)
-        if "aux" in backward.wrt:  # the order of its sums is that of the tasks
-            n_tasks = problem.sizes.heads * -(-problem.len_k // schedule.block_k)
-            schedule = schedule._replace(split_tiles=1, n_tasks=n_tasks)
+        schedule = make_backward_schedule(problem, target, num_threads, backward.sums_by_task)
         of_gradients = problem._replace(out=backward.grad_out)
         larger = {}
         if any(array.dtype != problem.dtype for array in (problem.query, problem.out, backward.grad_out)):

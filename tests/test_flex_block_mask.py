@@ -280,7 +280,10 @@ def forms_of(ids):
     return known, [(function, ()) for function in (later, strictly, other, either, ordered, of_one)]
 
 
-@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("runs", "twice") else [pytest.mark.slow]) for name in IDS],
+)
 def test_documents_are_known_by_their_form(name, monkeypatch):
     """The map is that of all pairs, whether a function is known or not."""
     ids, asked = IDS[name], []

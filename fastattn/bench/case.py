@@ -118,6 +118,7 @@ class Case:
     document_length: int | None = None  #: texts of this length in a row, each attending to itself; L = S
     key_lengths: str | None = None  #: "ragged": items end early, see `lengths`
     softcap: float | None = None  #: scaled scores x become c · tanh(x / c)
+    flex: bool = False  #: where the library takes functions of scores, soft-cap and bias are one
     layout: str = "bhsd"  #: "bshd" stores (B, L, H, D)
     rank: int = 4  #: 3 drops the batch axis
     strided: bool = False  #: every second element of the last axis of wider arrays; rank 4 "bhsd" only
@@ -255,6 +256,7 @@ class Case:
         words += [f"documents of {self.document_length}"] if self.document_length else []
         words += [f"{self.key_lengths} keys"] if self.key_lengths else []
         words += [f"soft-cap {self.softcap:g}"] if self.softcap else []
+        words += ["by a function"] if self.flex else []
         words += [self.layout] if self.layout != "bhsd" else []
         words += [f"rank {self.rank}"] if self.rank != 4 else []
         words += ["strided"] if self.strided else []

@@ -253,6 +253,16 @@ _TABLE: dict[str, list[_Row]] = {
         ("backward-gqa-1024",       "1,32/8,1024,1024,64",  dict(backward=True),
          "32 query heads on 8 key/value heads, as in Llama-3.2-1B"),
     ],
+    "flex-backward": [
+        ("backward-softcap-1024",      "1,8,1024,1024,64", dict(backward=True, softcap=50.0),
+         "Gemma 2's soft-cap"),
+        ("flex-backward-softcap-1024", "1,8,1024,1024,64",
+         dict(backward=True, softcap=50.0, flex=True, baseline="backward-softcap-1024"),
+         "the same by a function of a score, whose derivative is found"),
+        ("flex-backward-bias-1024",    "1,8,1024,1024,64",
+         dict(backward=True, bias="per_head", flex=True, baseline="backward-bias-1024"),
+         "a float bias (H, L, S) that is learned, too, read by a function of a score"),
+    ],
     "recurrent": [
         *_by_each_rule("recurrent-1024", "1,16,1024,1024,128", {},
                        "gated linear attention: the heads of DeltaNet-1.3B, a prompt of 1024"),

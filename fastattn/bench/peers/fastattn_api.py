@@ -5,6 +5,7 @@ A step writes the new keys and values into the arrays as NumPy does, and calls `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +22,14 @@ BIASES: dict[Any, Callable[[Case, np.ndarray], fastattn.biases.Bias]] = {
     "relative": lambda case, table: fastattn.biases.Relative(table, case.len_q - 1),
     "grid": lambda case, table: fastattn.biases.Grid(*np.split(table, 2, axis=-1)),
 }
+
+
+def _function(options: dict[str, Any]) -> dict[str, Any]:
+    """The soft-cap or the bias among the options, which it is taken from, as a function of a score."""
+    cap, bias = options.pop("softcap", None), options.pop("bias", None)
+    if bias is not None:
+        return {"score_mod": lambda score, b, h, i, j, table: score + table[h, i, j], "aux": (bias,)}
+    return {"score_mod": lambda score, b, h, i, j, cap: cap * math.tanh(score / cap), "aux": (cap,)}
 
 
 def load(num_threads: int) -> Fastattn:
@@ -54,14 +63,21 @@ class Fastattn(Peer):
         options = self._options(case, inputs)
         grad_out: Any = inputs.grad_out
         given: tuple[Any, Any, Any] = inputs.query, inputs.key, inputs.value
-        out, lse = fastattn.attention(*given, return_lse=True, **options)
-        wrt = ("query", "key", "value", "bias")[: 3 if inputs.bias is None else 4]
+        forward: Any = fastattn.attention
+        backward: Any = fastattn.attention_backward
+        wrt = ["query", "key", "value", *([] if inputs.bias is None else ["aux" if case.flex else "bias"])]
+        if case.flex:
+            forward, backward = fastattn.flex_attention, fastattn.flex_attention_backward
+            options |= _function(options)
+        out, lse = forward(*given, return_lse=True, **options)
 
-        def run() -> fastattn.Gradients:
-            return fastattn.attention_backward(grad_out, *given, out, lse, wrt=wrt, **options)
+        def run() -> Any:
+            return backward(grad_out, *given, out, lse, wrt=wrt, **options)
 
         def result() -> np.ndarray:
             found = [gradient for gradient in run() if gradient is not None]
+            if case.flex and inputs.bias is not None:
+                found[-1] = found[-1][0]
             if case.layout == "bshd":
                 found[:3] = [gradient.transpose(0, 2, 1, 3) for gradient in found[:3]]
             return joined(found)

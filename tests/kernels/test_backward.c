@@ -52,6 +52,7 @@ static void check_differentiate(int n_vectors, int n_keys, double factor, int is
     uint32_t *words = drops ? random_words(n_keys, ld) : NULL;
     const double unit = factor == LOG2E ? 1 : factor, kept_share = drops ? 0.625 : 1, eps = size == 4 ? 0x1p-23 : 0x1p-52;
     double scores[200], changes[200];
+    void *weights = take(tile, 64, 0);
     for (int lane = 0; lane < ld; lane++) {
         put(high, lane, uniform(2, 5) / unit), put(low, lane, uniform(-1e-8, 1e-8) / unit), put(delta, lane, uniform(-1, 1));
         if (lane % 7 == 3) put(high, lane, NAN);
@@ -68,7 +69,10 @@ static void check_differentiate(int n_vectors, int n_keys, double factor, int is
         if (i % ld % 7 == 6 && get(s, i) != -INFINITY) put(s, i, get(high, i % ld) + any_difference() / unit);
         scores[i] = get(s, i), changes[i] = get(change, i);
     }
+    memcpy(weights, s, (size_t)tile);
+    kernels->differentiate(weights, NULL, high, low, delta, ld, n_keys, factor, is_large, words, kept_share);
     kernels->differentiate(s, change, high, low, delta, ld, n_keys, factor, is_large, words, kept_share);
+    CHECK(memcmp(weights, s, (size_t)tile) == 0, "weights alone differ: %d keys, %d vectors", n_keys, n_vectors);
     for (int i = 0; i < ld * n_keys; i++) {
         const int lane = i % ld;
         const double weight = (double)exp2l(factor * ((long double)scores[i] - get(high, lane) - get(low, lane)));

@@ -40,9 +40,9 @@ cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
     if g.bias_turns != NULL:
         pass_bias_turns(job, g, tile, g.bias_turns + number * job.n_blocks)
     if tile.n_keys > 0:
-        if tile.state != TILE_EMPTY and job.has_score_mod:
+        if tile.state != TILE_EMPTY and job.has_score_mod and g.wants_change:
             differentiate_functions(job, g, w, t, block, tile, task)
-        if tile.state != TILE_EMPTY and job.softcap > 0:
+        if tile.state != TILE_EMPTY and job.softcap > 0 and g.wants_change:
             kernels_of(job).uncap(t.change, t.capped, block.ld, tile.n_keys, job.softcap)
         add_tile(job, g, w, t, block, tile, nonfinite)
     # What is not finite was cleaned away.
@@ -299,6 +299,7 @@ def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, in
         memset(g.is_large, 1, n_blocks)
     g.bias_sums = <const int64_t *>address_of(words)
     g.n_bias_sums = words.shape[0]
+    g.wants_change = g.wants_query or g.wants_key or g.n_bias_sums > 0
     for number in range(g.n_bias_sums):
         g.has_grids |= bias_sums(job, &g, number).kind == BIAS_OF_GRID
     g.bias_turns = <int64_t *>address_of(room.bias_turns)

@@ -67,6 +67,7 @@ cdef struct Gradients:
     Py_ssize_t n_bias_sums
     bint has_grids           # BIAS_OF_GRID is among them
     bint wants_query, wants_key, wants_value
+    bint wants_change        # the gradients of the scores are needed, for any but those of values and sinks
     double grad_scale        # the part of the scale that `delta` and the products of grad_out and values have
     double scale             # the rest
     double unit              # by which scores and lse are multiplied to be natural
@@ -485,17 +486,17 @@ cdef void find_scores(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block 
 
 
 cdef void find_change(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *block, const Tile *tile) noexcept nogil:
-    """The gradients of a tile's scores into t.change, and the weights in the place of the scores."""
+    """The gradients of a tile's scores into t.change, if they are wanted, and the weights in the place of the scores."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t size = job.itemsize, first = (tile.head * g.padded_rows + tile.first_row) * size
     cdef const uint32_t *kept = find_drop_words(job, w, block, block.ld, tile.key0, tile.n_keys)
-    if job.value_dim > 0:
+    if g.wants_change and job.value_dim > 0:
         kernels.score(t.change, NULL, t.grad, block.ld, block.n_vectors,
                       t.values + (tile.key0 - tile.task_key0) * g.value_ld * size, w.stops, job.value_dim, g.value_ld * size, size,
                       NULL, 0, 0)
-    else:
+    elif g.wants_change:
         memset(t.change, 0, tile.n_keys * block.ld * size)
-    kernels.differentiate(w.scores, t.change, g.base + first, g.base + first + g.heads * g.padded_rows * size,
+    kernels.differentiate(w.scores, t.change if g.wants_change else NULL, g.base + first, g.base + first + g.heads * g.padded_rows * size,
                           g.delta + first, block.ld, tile.n_keys, job.exponent_factor,
                           g.is_large[tile.head * job.n_blocks + tile.index], kept, job.kept_share)
 

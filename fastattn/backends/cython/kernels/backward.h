@@ -62,7 +62,7 @@ INLINE void differentiate_scaled(const int scaled, const int drops, const int is
     const REAL slope = (REAL)(LN2 * (scaled ? factor : 1));
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         const VEC base = load(high + lane), rest = load(low + lane), mean = load(delta + lane);
-        REAL *s = s_tile + lane, *change = change_tile + lane;
+        REAL *s = s_tile + lane, *change = change_tile ? change_tile + lane : NULL;
 #define KEYS(n)                                                                                                \
     do {                                                                                                       \
         VEC x[n], correction[n];                                                                               \
@@ -86,18 +86,25 @@ INLINE void differentiate_scaled(const int scaled, const int drops, const int is
         exp2_of_any(n, scaled, factor, x, correction);                                                         \
         _Pragma("GCC unroll 8") for (int i = 0; i < n; i++) {                                                  \
             const VEC weight = (VEC)((IVEC)x[i] & allowed[i]);                                                 \
-            VEC kept = weight, of_kept = load(change + i * ld);                                                \
-            if (drops) {                                                                                       \
-                kept = select_by_bit(word >> i, kept * kept_factor, (VEC){});                                  \
-                of_kept = select_by_bit(word >> i, of_kept * kept_factor, (VEC){});                            \
-            }                                                                                                  \
-            store(change + i * ld, (VEC)((IVEC)(weight * (of_kept - mean)) & allowed[i]));                     \
+            const VEC kept = drops ? select_by_bit(word >> i, weight * kept_factor, (VEC){}) : weight;         \
             store(s + i * ld, kept);                                                                           \
+            if (!change) continue;                                                                             \
+            VEC of_kept = load(change + i * ld);                                                               \
+            if (drops) of_kept = select_by_bit(word >> i, of_kept * kept_factor, (VEC){});                     \
+            store(change + i * ld, (VEC)((IVEC)(weight * (of_kept - mean)) & allowed[i]));                     \
         }                                                                                                      \
     } while (0)
         ptrdiff_t j = 0;
-        for (; j + EXP2_KEYS <= n_keys; j += EXP2_KEYS, s += EXP2_KEYS * ld, change += EXP2_KEYS * ld) KEYS(EXP2_KEYS);
-        for (; j < n_keys; j++, s += ld, change += ld) KEYS(1);
+        for (; j + EXP2_KEYS <= n_keys; j += EXP2_KEYS) {
+            KEYS(EXP2_KEYS);
+            s += EXP2_KEYS * ld;
+            if (change) change += EXP2_KEYS * ld;
+        }
+        for (; j < n_keys; j++) {
+            KEYS(1);
+            s += ld;
+            if (change) change += ld;
+        }
 #undef KEYS
     }
 }

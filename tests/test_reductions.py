@@ -11,6 +11,8 @@ import pytest
 
 import fastattn
 from fastattn import masks
+from fastattn._call.normalize import DEFAULTS, normalize_scores
+from fastattn._call.schedule import Target, make_reduction_schedule
 from fastattn.backends.cython import driver
 from tests import naive
 from tests.cases import FLOATS, MEMORY_LAYOUTS
@@ -37,6 +39,17 @@ OPTIONS = {
     "map": {"mask": masks.Window(9, 0) | masks.GlobalTokens([0, 77])},
     "softcap": {"softcap": 4.0, "scale": 0.5},
     "scale": {"scale": -2.0},
+}
+#: So many keys that threads share those of few queries, and options of these.
+MANY = 4984
+MANY_KEYS = {
+    "plain": {},
+    "window": {"window": (2000, 0), "causal": "bottom_right"},
+    "lengths": {"key_lengths": [MANY, 1500]},
+    "no keys": {"key_lengths": [0, 1], "causal": "bottom_right"},
+    "bias": {"bias": np.where(RNG.random((4, 3, MANY)) < 0.5, -np.inf, RNG.integers(-3, 4, (4, 3, MANY)))},
+    "few": {"mask": RNG.random((2, 1, 3, MANY)) < 0.001},
+    "blocks": {"mask": masks.Dense(np.arange(MANY) // 700 % 2 == np.zeros((3, 1), int))},
 }
 
 
@@ -66,7 +79,8 @@ def exact_scores(query, key, *, scale=None, softcap=None, bias=None, **rules):
     q = query.astype(WIDE)
     k = np.repeat(key.astype(WIDE), query.shape[1] // key.shape[1], axis=1).swapaxes(-1, -2)
     scale = WIDE(query.shape[-1]) ** WIDE(-0.5) if scale is None else WIDE(scale)
-    s, size = scale * (q @ k), abs(scale) * (abs(q) @ abs(k))
+    with np.errstate(invalid="ignore"):
+        s, size = scale * (q @ k), abs(scale) * (abs(q) @ abs(k))
     if softcap is not None:
         s, size = softcap * np.tanh(s / softcap), size + 2 * softcap
     if bias is not None:
@@ -233,6 +247,44 @@ class TestLargest:
                 )
                 for one, other in zip(np.atleast_1d(got), np.atleast_1d(expected), strict=True):
                     assert_same_bits(one, other)
+
+    @pytest.mark.parametrize("k", [1, 9, 70, 500])
+    @pytest.mark.parametrize("name", MANY_KEYS)
+    def test_threads_share_the_keys_of_few_queries(self, backend, name, k):
+        """Of integers: each task keeps scores that others have, too, or has fewer than k keys, or none."""
+        options = {"scale": 0.25, **MANY_KEYS[name]}
+        query, key = arrays(integers=True, len_q=3, len_k=MANY)
+        query[1, 1, 2] = np.nan
+        key[0, 0, ::1500], key[0, 1, 2000:2100], key[1, 1, 4100] = np.nan, np.nan, np.inf
+        request = normalize_scores(query, key, {**DEFAULTS, **options})
+        split = make_reduction_schedule(request.problem, Target(**driver.target(4)), 7, k).n_splits
+        assert split == 1 if k == 500 else split > 1
+        values, index = exact_topk(exact_scores(query, key, **options)[0], k)
+        options |= {"reduction": "topk", "k": k, "backend": backend}
+        expected = fastattn.reduce_scores(query, key, num_threads=1, **options)
+        np.testing.assert_array_equal(expected[0], values)
+        np.testing.assert_array_equal(expected[1], index)
+        for num_threads in (2, 3, 7):
+            got = fastattn.reduce_scores(query, key, num_threads=num_threads, **options)
+            for one, other in zip(got, expected, strict=True):
+                assert_same_bits(one, other)
+
+    @pytest.mark.parametrize("storage", ["float16", "bfloat16", "float64", "int8", "pages"])
+    def test_threads_share_stored_keys(self, backend, storage):
+        query, key = arrays(seed=16, len_q=5, len_k=MANY)
+        if storage == "int8":
+            key = fastattn.Quantized.encode(key)
+        elif storage == "pages":
+            pages = key.reshape(2, 2, -1, 14, 16).swapaxes(1, 2).reshape(-1, 2, 14, 16)
+            key = fastattn.Paged(pages, np.arange(len(pages)).reshape(2, -1))
+        else:
+            dtype = ml_dtypes.bfloat16 if storage == "bfloat16" else storage
+            query, key = query.astype(dtype), key.astype(dtype)
+        options = {"reduction": "topk", "k": 12, "key_lengths": [MANY, 1700], "backend": backend}
+        one, few, many = (fastattn.reduce_scores(query, key, num_threads=n, **options) for n in (1, 2, 7))
+        for n in range(2):
+            assert_same_bits(few[n], one[n])
+            assert_same_bits(many[n], one[n])
 
     @pytest.mark.parametrize("half", HALVES)
     def test_half_keys_of_float32_queries(self, backend, half):

@@ -118,8 +118,8 @@ def reduce_scores(
     the instruction set. The bits depend on neither the number of threads, the layout nor the other items.
 
     Few scores are among the `k` largest so far, so that the time is that of the product of queries and keys,
-    but where scores rise from key to key. The "logsumexp" is `attention` with values of no columns. A
-    key/value head of few queries is worked on by one thread.
+    but where scores rise from key to key. The "logsumexp" is `attention` with values of no columns. Threads
+    may share the keys of a head.
 
     Examples
     --------

@@ -106,12 +106,18 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     return _sweep_schedule(problem, target, num_threads, small, factors)
 
 
-def make_reduction_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
-    """The schedule of a problem whose scores are reduced: the sweep, without values, over natural scores."""
+def make_reduction_schedule(problem: Problem, target: Target, num_threads: int, k: int) -> Schedule:
+    """The schedule of a problem whose scores are reduced to the k largest: the sweep, without values, over
+    natural scores. Bits do not depend on the pieces."""
     small = problem.sizes.rows * problem.sizes.heads * problem.len_k * problem.head_dim < constants.SMALL_WORK
     factors = score_factors(problem.scale, problem.softcap, problem.dtype.itemsize, True)
-    target = target._replace(has_pieces=False)
-    schedule = _sweep_schedule(problem, target, 1 if small else num_threads, small, factors)
+    # Each task of a query block keeps k scores, of many more.
+    piece = constants.PIECE_TILES * -(
+        -k * constants.SPLIT_KEPT // (constants.PIECE_TILES * constants.BLOCK_K)
+    )
+    schedule = _sweep_schedule(
+        problem, target, 1 if small else num_threads, small, factors, piece_tiles=piece
+    )
     return schedule._replace(packs_values=False, converts_values=False)
 
 
@@ -122,8 +128,10 @@ def _sweep_schedule(
     small: bool,
     factors: Factors,
     uses_pairs: bool = False,
+    piece_tiles: int = 0,
 ) -> Schedule:
-    """The schedule of the sweep, by scores of pairs or of the compute type."""
+    """The schedule of the sweep, by scores of pairs or of the compute type; piece_tiles: 0 where the keys of
+    few rows alone are cut into pieces."""
     sizes = problem.sizes
     heads, lanes = sizes.heads, target.lanes
     n_vectors = -(-sizes.rows // lanes)
@@ -133,10 +141,10 @@ def _sweep_schedule(
         converts_keys = problem.key.strides[-1] != problem.key.itemsize or _is_scattered(problem.key)
     block_k = _block_k(sizes.len_k)
     n_key_tiles = max(1, -(-sizes.len_k // block_k))
-    piece_tiles = split_tiles = n_key_tiles
-    n_splits = 1
     if target.has_pieces and sizes.rows <= constants.PIECE_ROWS:
-        piece_tiles = constants.PIECE_TILES
+        piece_tiles = piece_tiles or constants.PIECE_TILES
+    split_tiles, n_splits = n_key_tiles, 1
+    if piece_tiles:
         split_tiles, n_splits = _splits(heads * n_blocks, n_key_tiles, piece_tiles, num_threads)
     n_tasks = heads * n_blocks * n_splits
     copies_keys = packs_values = False
@@ -154,8 +162,8 @@ def _sweep_schedule(
     return Schedule(
         num_threads=min(num_threads, n_tasks), is_small=small, uses_split_kv=False, block_k=block_k,
         n_vectors=n_vectors, n_blocks=n_blocks, max_lanes=-(-n_vectors // n_blocks) * lanes, n_tasks=n_tasks,
-        piece_tiles=piece_tiles, split_tiles=split_tiles, n_splits=n_splits, copies_keys=copies_keys,
-        packs_values=packs_values, packs_chunks=packs_chunks,
+        piece_tiles=piece_tiles or n_key_tiles, split_tiles=split_tiles, n_splits=n_splits,
+        copies_keys=copies_keys, packs_values=packs_values, packs_chunks=packs_chunks,
         converts_keys=converts_keys and not copies_keys, converts_values=converts_values and not packs_values,
         keeps_query=uses_pairs, uses_pairs=uses_pairs, **factors._asdict(),
     )  # fmt: skip

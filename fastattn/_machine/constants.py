@@ -185,6 +185,7 @@ FEW_ROWS = 8
 # thread had two. 2 cores of a Zen 3 EPYC, 2026-11-28, float32. Other numbers were not measured.
 PIECE_ROWS = 512
 PIECE_TILES = 4
+SPLIT_KEPT = 16  #: reductions: keys of a task per score that it keeps, at least; others were not measured
 
 # The fused sweep, on a tile unit: its limits.
 FUSED_LANES = 32  #: query rows of a block

@@ -5,18 +5,18 @@ static double any_score(void) { return below(12) ? small() : special(below(8)); 
 
 static int is_larger(double x, double y) { return isnan(x) ? !isnan(y) : x > y; }
 
-static void check_topk(int vectors, int k, int n_tiles, int most_keys) {
+/* merges: the first tile, and the others beside it, which are then merged. */
+static void check_topk(int vectors, int k, int n_tiles, int most_keys, int merges) {
     const ptrdiff_t ld = (ptrdiff_t)vectors * lanes, n_rows = 1 + below((int)ld);
     char **values = (char **)take(n_rows * (ptrdiff_t)sizeof *values, 8, 0);
     int64_t **index = (int64_t **)take(n_rows * (ptrdiff_t)sizeof *index, 8, 0);
     double wanted[64][20], wanted_at[64][20];
-    char *all_values = take(n_rows * k * size, size, 0), *all_index = take(n_rows * k * 8, 8, 0);
+    char *all_values = take(2 * n_rows * k * size, size, 0), *all_index = take(2 * n_rows * k * 8, 8, 0);
+    for (int i = 0; i < 2 * n_rows * k; i++) put(all_values, i, -INFINITY), ((int64_t *)all_index)[i] = -1;
     for (int r = 0; r < n_rows; r++) {
         values[r] = all_values + r * k * size;
         index[r] = (int64_t *)(all_index + r * k * 8);
         for (int i = 0; i < k; i++) {
-            put(values[r], i, -INFINITY);
-            index[r][i] = -1;
             wanted[r][i] = -INFINITY;
             wanted_at[r][i] = -1;
         }
@@ -28,6 +28,7 @@ static void check_topk(int vectors, int k, int n_tiles, int most_keys) {
         ptrdiff_t *stops = key_stops(vectors, n_keys, t % 2);
         void *s = tile(n_keys + 1, ld);
         for (int i = 0; i < n_keys * ld; i++) put(s, i, any_score());
+        for (int r = 0; r < n_rows && merges && t == 1; r++) values[r] += n_rows * k * size, index[r] += n_rows * k;
         kernels->topk_keys(values, index, k, n_rows, s, ld, stops, key0);
         for (int r = 0; r < n_rows; r++)
             for (int j = 0; j < stops[r / lanes]; j++) {
@@ -40,6 +41,12 @@ static void check_topk(int vectors, int k, int n_tiles, int most_keys) {
         key0 += n_keys;
         release_after(before);
     }
+    for (int r = 0; r < n_rows && merges && n_tiles > 1; r++) {
+        const char *others = values[r];
+        const int64_t *others_index = index[r];
+        values[r] -= n_rows * k * size, index[r] -= n_rows * k;
+        kernels->merge_topk(values[r], index[r], k, others, others_index);
+    }
     for (int r = 0; r < n_rows; r++)
         for (int i = 0; i < k; i++)
             CHECK(same(get(values[r], i), rounded(wanted[r][i])) && index[r][i] == (int64_t)wanted_at[r][i],
@@ -51,7 +58,7 @@ static void check_topk(int vectors, int k, int n_tiles, int most_keys) {
 static void test_topk_keys(void) {
     const int ks[] = {1, 1, 2, 3, 7, 20};
     for (int n = 0; n < 300; n++)
-        check_topk(1 + n % kernels->max_vectors, ks[n % COUNT(ks)], 1 + below(4), n % 5 ? 1 + below(40) : 200);
+        check_topk(1 + n % kernels->max_vectors, ks[n % COUNT(ks)], 1 + below(4), n % 5 ? 1 + below(40) : 200, n % 7 % 2);
 }
 
 static void test_max_keys(void) {

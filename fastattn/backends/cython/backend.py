@@ -218,7 +218,7 @@ class CythonBackend(Backend):
         problem = call.problem
         target = Target(**driver.target(problem.dtype.itemsize))
         limit = self.thread_limit(host.threads_for(num_threads))
-        schedule = make_reduction_schedule(problem, target, limit)
+        schedule = make_reduction_schedule(problem, target, limit, call.keys.shape[-1])
         record = write_record(problem, schedule, target, index_rows=8 * schedule.max_lanes)
         driver.reduce_scores(record, problem.arrays(), call.keys, schedule.num_threads)
 

@@ -120,9 +120,14 @@ cdef inline void load_queries(const Job *job, Scratch *w, Block *block) noexcept
         pack_block(job, w, block)
 
 
+cdef inline bint is_last_task(const Job *job, Py_ssize_t number) noexcept nogil:
+    """Whether all other tasks of a query block have ended; number: counts the query blocks of all heads."""
+    return fetch_sub(<int64_t *><size_t>job.left + number, 1, ATOMIC_ACQ_REL) == 1
+
+
 cdef bint takes_all(Job *job, const Block *block, Py_ssize_t number, Py_ssize_t split, Stack *stack) noexcept nogil:
     """Hands over the partial result of one of the block's tasks; for the last of them to end, all are merged on the
-    stack. number: counts the query blocks of all heads."""
+    stack."""
     cdef Py_ssize_t task = number * job.n_splits + split
     cdef Partial *partial = &partials_of(job)[task]
     partial.piece = -1
@@ -130,7 +135,7 @@ cdef bint takes_all(Job *job, const Block *block, Py_ssize_t number, Py_ssize_t 
         memcpy(partial.data, stack.partials[0].data, job.partial_nbytes)
         partial.piece = stack.partials[0].piece
         partial.has_masked = stack.partials[0].has_masked
-    if fetch_sub(<int64_t *><size_t>job.left + number, 1, ATOMIC_ACQ_REL) > 1:
+    if not is_last_task(job, number):
         return False
     stack.depth = 0
     for task in range(number * job.n_splits, (number + 1) * job.n_splits):

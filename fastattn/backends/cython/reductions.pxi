@@ -1,5 +1,5 @@
 # Scores that are reduced over keys instead of being weights of values: the k largest of each query, by the sweep's score
-# stage, and late interaction, the largest for each token of a query with the tokens of each document.
+# stage, whose tasks may share the keys of a query block, and late interaction, the largest for each token of a query with the tokens of each document.
 
 cdef enum:
     TOKENS = 64  # of a document, scored at once: their rows and scores stay in L1 or L2
@@ -14,12 +14,41 @@ cdef struct Reduction:
     Py_ssize_t k
 
 
+cdef inline int64_t *own_index(const Reduction *r, Py_ssize_t task, Py_ssize_t lane) noexcept nogil:
+    return <int64_t *>partials_of(r.job)[task].data + lane * r.k
+
+
+cdef inline char *own_values(const Reduction *r, Py_ssize_t task, Py_ssize_t lane) noexcept nogil:
+    return <char *>own_index(r, task, r.job.max_lanes) + lane * r.k * r.job.itemsize
+
+
+cdef void find_kept(const Reduction *r, Scratch *w, const Block *block) noexcept nogil:
+    """Where the results of each row are."""
+    cdef Job *job = r.job
+    cdef Py_ssize_t lane
+    for lane in range(block.n_rows):
+        w.out_rows[lane] = lane_row(w, &job.weights, block.weights, lane)
+        w.index_rows[lane] = r.index + (w.out_rows[lane] - <char *><size_t>job.weights.data) // job.itemsize
+
+
+cdef void start_own(const Reduction *r, Scratch *w, const Block *block, Py_ssize_t task) noexcept nogil:
+    """Has a task keep its scores in its own memory, at first none."""
+    cdef Py_ssize_t lane, n
+    for lane in range(block.n_rows):
+        w.out_rows[lane] = own_values(r, task, lane)
+        w.index_rows[lane] = own_index(r, task, lane)
+        memset(w.index_rows[lane], 0xff, r.k * sizeof(int64_t))
+        for n in range(r.k):
+            set_real(w.out_rows[lane] + n * r.job.itemsize, -INFINITY, r.job.itemsize)
+
+
 cdef void reduce_block(const Reduction *r, Scratch *w, Py_ssize_t task) noexcept nogil:
-    """The largest scores of the rows of one query block."""
+    """The largest scores of the rows of one query block, of all keys or of a split of them. The first split keeps them in
+    the results, into which the last task of the block to end takes those of the others, in the order of their keys."""
     cdef Job *job = r.job
     cdef TaskRows rows = task_rows(job, task)
     cdef Block block
-    cdef Py_ssize_t lane, tile, key0, n_keys
+    cdef Py_ssize_t first = rows.split * job.split_tiles * job.block_k, lane, tile, stop, key0, n_keys
     block.n_vectors = rows.n_vectors
     block.ld = rows.n_vectors * job.lanes
     block.n_rows = rows.n_rows
@@ -27,16 +56,26 @@ cdef void reduce_block(const Reduction *r, Scratch *w, Py_ssize_t task) noexcept
     find_block(job, w, &block, rows.item, rows.kv, rows.first_row)
     find_head(job, w, &block)
     pack_block(job, w, &block)
-    for lane in range(block.n_rows):
-        w.out_rows[lane] = lane_row(w, &job.weights, block.weights, lane)
-        w.index_rows[lane] = r.index + (w.out_rows[lane] - <char *><size_t>job.weights.data) // job.itemsize
-    tile = block.low // job.block_k * job.block_k
-    while tile < block.high:
+    task = rows.block * job.n_splits + rows.split
+    if rows.split == 0:
+        find_kept(r, w, &block)
+    else:
+        start_own(r, w, &block, task)
+    tile = max(first, block.low // job.block_k * job.block_k)
+    stop = min(block.high, first + job.split_tiles * job.block_k)
+    while tile < stop:
         key0 = max(tile, block.low)
         tile += job.block_k
-        n_keys = min(tile, block.high) - key0
+        n_keys = min(tile, stop) - key0
         if score_tile(job, w, &block, key0, n_keys, False) != TILE_EMPTY:
             kernels_of(job).topk_keys(w.out_rows, w.index_rows, r.k, block.n_rows, w.scores, block.ld, w.stops, key0)
+    if job.n_splits == 1 or not is_last_task(job, rows.block):
+        return
+    find_kept(r, w, &block)
+    for task in range(rows.block * job.n_splits + 1, (rows.block + 1) * job.n_splits):
+        for lane in range(block.n_rows):
+            kernels_of(job).merge_topk(w.out_rows[lane], w.index_rows[lane], r.k, own_values(r, task, lane),
+                                       own_index(r, task, lane))
 
 
 cdef void run_reduction_tasks(void *call, Share *shares, int own, int n_shares) noexcept nogil:
@@ -58,13 +97,19 @@ def reduce_scores(tuple record, arrays, cnp.ndarray index, int num_threads):
     """Fills the weights among the arrays, which are -inf, with the largest scores of each row, and index, which is -1, with
     their keys; see `fastattn._call.reductions.ReductionCall`."""
     cdef Reduction r
-    cdef bint done
+    cdef char *partials = NULL
+    cdef bint done = False
     r.job = new_job(record[0], record[1])
     set_addresses(r.job, tuple(arrays))
     r.index = <int64_t *>cnp.PyArray_DATA(index)
     r.k = index.shape[index.ndim - 1]
+    r.job.partial_nbytes = padded(r.job.max_lanes * r.k * (<Py_ssize_t>sizeof(int64_t) + r.job.itemsize))
     with nogil:
-        done = run_on_threads(run_reduction_tasks, &r, r.job.n_tasks, num_threads, False)
+        if r.job.n_splits > 1:
+            partials = new_partials(r.job)
+        if r.job.n_splits == 1 or partials != NULL:
+            done = run_on_threads(run_reduction_tasks, &r, r.job.n_tasks, num_threads, False)
+    free(partials)
     free(r.job)
     if not done:
         raise MemoryError("no memory for the tiles of a thread")

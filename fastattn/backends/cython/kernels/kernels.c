@@ -141,5 +141,5 @@ const fastattn_kernels CONCAT(CONCAT(fastattn_kernels, FASTATTN_ISA), REAL_BITS)
     KERNEL(add_products), KERNEL(weigh), KERNEL(substitute_back), KERNEL(cross_tokens), KERNEL(cross_columns), KERNEL(add_outside),
     KERNEL(dot), KERNEL(has_nonfinite), KERNEL(differentiate), KERNEL(largest_square), KERNEL(find_largest),
     KERNEL(add_columns), KERNEL(uncap),
-    KERNEL(topk_keys), KERNEL(max_keys),
+    KERNEL(topk_keys), KERNEL(merge_topk), KERNEL(max_keys),
 };

@@ -322,7 +322,7 @@ typedef struct {
 
     /* The scores s become weights, exp2(factor * ((s - high[lane]) - low[lane])), and `change`, which holds the gradient
      * of each weight, becomes that of its score: weight * (change - delta[lane]). Both are exactly 0 where s is -inf. A
-     * weight may be of any size, inf included. is_large: not every |high| is known to be below 2^10 / factor.
+     * weight may be of any size, inf included. change may be NULL: weights alone. is_large: not every |high| is known to be below 2^10 / factor.
      * With words, unless NULL, it is the gradient of each weight after dropout, which divides it by kept_share or drops
      * it as `drop` does; s becomes those weights. */
     void (*differentiate)(void *s, void *change, const void *high, const void *low, const void *delta, ptrdiff_t ld,
@@ -352,6 +352,9 @@ typedef struct {
      * -inf; the keys come in rising order. r < n_rows, whose vectors `stops` has. */
     void (*topk_keys)(char *const *values, int64_t *const *index, ptrdiff_t k, ptrdiff_t n_rows, const void *s, ptrdiff_t ld,
                       const ptrdiff_t *stops, ptrdiff_t key0);
+
+    /* Takes the k scores and keys of a row of `topk_keys` into those of another row, whose keys are all lower. */
+    void (*merge_topk)(void *values, int64_t *index, ptrdiff_t k, const void *others, const int64_t *others_index);
 
     /* top[lane] = max(top[lane], s[j][lane]), j < n_keys; once NaN it stays NaN. */
     void (*max_keys)(void *top, const void *s, ptrdiff_t ld, ptrdiff_t n_keys);

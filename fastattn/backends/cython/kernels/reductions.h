@@ -3,6 +3,11 @@
 /* Keys that are looked at together: where none of them counts, nothing more is done. */
 #define TOPK_KEYS 8
 
+/* Whether a score is among the k largest of a row. */
+INLINE int is_kept(const REAL *values, ptrdiff_t k, REAL x) {
+    return !(x <= values[k - 1]) && values[k - 1] == values[k - 1];
+}
+
 /* Takes a score into a row of k falling ones, NaN first; it is larger than the last one. */
 static void insert_score(REAL *values, int64_t *index, ptrdiff_t k, REAL x, int64_t key) {
     ptrdiff_t r = k - 1;
@@ -31,12 +36,17 @@ static void topk_keys(char *const *values, int64_t *const *index, ptrdiff_t k, p
             for (ptrdiff_t r = 0; r < n_lanes; r++) {
                 REAL *const row = (REAL *)values[lane + r];
                 for (ptrdiff_t i = 0; beats[r] && i < n; i++)
-                    if (!(s[i * ld + r] <= row[k - 1]) && row[k - 1] == row[k - 1])
+                    if (is_kept(row, k, s[i * ld + r]))
                         insert_score(row, index[lane + r], k, s[i * ld + r], key0 + j + i);
                 least[r] = row[k - 1];
             }
         }
     }
+}
+
+static void merge_topk(void *values, int64_t *index, ptrdiff_t k, const void *others, const int64_t *others_index) {
+    const REAL *const x = others;
+    for (ptrdiff_t i = 0; i < k && is_kept(values, k, x[i]); i++) insert_score(values, index, k, x[i], others_index[i]);
 }
 
 static void max_keys(void *top_row, const void *s_tile, ptrdiff_t ld, ptrdiff_t n_keys) {

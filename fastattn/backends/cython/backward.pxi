@@ -306,6 +306,7 @@ def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, in
     g.diagonal_turn = <int64_t *>address_of(room.diagonal_turn)
     if loops is not None:
         set_functions(job, &g.functions, loops)
+        g.wants_change |= g.functions.of_aux != NULL
     with nogil:
         done = run_stage(&g, STAGE_PREPARE, n_blocks, num_threads)
         if done and memchr(g.is_large, 1, n_blocks) != NULL:

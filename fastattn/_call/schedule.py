@@ -111,10 +111,9 @@ def make_reduction_schedule(problem: Problem, target: Target, num_threads: int, 
     natural scores. Bits do not depend on the pieces."""
     small = problem.sizes.rows * problem.sizes.heads * problem.len_k * problem.head_dim < constants.SMALL_WORK
     factors = score_factors(problem.scale, problem.softcap, problem.dtype.itemsize, True)
-    # Each task of a query block keeps k scores, of many more.
-    piece = constants.PIECE_TILES * -(
-        -k * constants.SPLIT_KEPT // (constants.PIECE_TILES * constants.BLOCK_K)
-    )
+    # Each task of a query block inserts into a list of k scores of its own.
+    piece = constants.PIECE_TILES * -(-2 * k * k // (constants.PIECE_TILES * constants.BLOCK_K))
+    target = target._replace(has_pieces=False)
     schedule = _sweep_schedule(
         problem, target, 1 if small else num_threads, small, factors, piece_tiles=piece
     )
@@ -145,7 +144,8 @@ def _sweep_schedule(
         piece_tiles = piece_tiles or constants.PIECE_TILES
     split_tiles, n_splits = n_key_tiles, 1
     if piece_tiles:
-        split_tiles, n_splits = _splits(heads * n_blocks, n_key_tiles, piece_tiles, num_threads)
+        tasks = constants.SPLIT_TASKS if target.has_pieces else constants.REDUCTION_TASKS
+        split_tiles, n_splits = _splits(heads * n_blocks, n_key_tiles, piece_tiles, num_threads, tasks)
     n_tasks = heads * n_blocks * n_splits
     copies_keys = packs_values = False
     if n_blocks > 1 and n_splits == 1:
@@ -412,9 +412,15 @@ def exact_factors(problem: AnyProblem) -> Factors:
     return Factors(exact, root, softcap, exponent * (query / exact))
 
 
-def _splits(blocks: int, n_key_tiles: int, piece_tiles: int, num_threads: int) -> tuple[int, int]:
+def _splits(
+    blocks: int,
+    n_key_tiles: int,
+    piece_tiles: int,
+    num_threads: int,
+    tasks: int = constants.SPLIT_TASKS,
+) -> tuple[int, int]:
     """Key tiles of a task, a power of two of pieces, and the tasks of each of so many query blocks."""
-    most = constants.SPLIT_TASKS * num_threads if num_threads > 1 else 0
+    most = tasks * num_threads if num_threads > 1 else 0
     tiles = piece_tiles
     while tiles < n_key_tiles and blocks * -(-n_key_tiles // tiles) > most:
         tiles *= 2

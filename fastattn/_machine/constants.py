@@ -185,7 +185,6 @@ FEW_ROWS = 8
 # thread had two. 2 cores of a Zen 3 EPYC, 2026-11-28, float32. Other numbers were not measured.
 PIECE_ROWS = 512
 PIECE_TILES = 4
-SPLIT_KEPT = 16  #: reductions: keys of a task per score that it keeps, at least; others were not measured
 
 # The fused sweep, on a tile unit: its limits.
 FUSED_LANES = 32  #: query rows of a block
@@ -218,6 +217,7 @@ FUSED_LEAST_BLOCKS = 8  #: of a task, where more threads would have tasks of few
 
 # Split-KV makes about this many tasks per thread, to balance the threads. Other counts were not measured.
 SPLIT_TASKS = 8
+REDUCTION_TASKS = 2  #: of `reduce_scores`: 8 take 1.2 times as long with 6 query blocks of 8192 keys, k=16
 
 # Prefetch distance of split-KV in bytes, and the size of keys and values from which it prefetches. With few
 # rows a core mostly waits for memory, and hardware prefetchers stop at the end of a page. A distance of 8 KB

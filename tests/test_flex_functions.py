@@ -107,6 +107,27 @@ class TestWhatFunctionsAreGiven:
         got, expected = (fastattn.flex_attention(*given, score_mod=function) for function in (clipped, same))
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
+    @pytest.mark.parametrize("integer", [np.int8, np.int32, np.int64, np.uint8, np.uint64])
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    def test_divisions_of_integers_round_down(self, dtype, integer):
+        """As in Python; 0 by 0, and where the quotient does not fit, as in Numba."""
+
+        def divided(score, b, h, q_idx, kv_idx, table):
+            x, y = table[q_idx], table[kv_idx]
+            return score + (x // y) % 16 + x % y % 16
+
+        limits = np.iinfo(integer)
+        table = np.arange(S).astype(integer) - integer(S // 2 if limits.min else 0)
+        table[0], table[-1] = limits.min, limits.max
+        bias = np.zeros((L, S))
+        for i, j in np.ndindex(L, S):
+            x, y = int(table[i]), int(table[j])
+            fits = y and not (x == -(2**63) and y == -1)
+            bias[i, j] = x // y % 16 + x % y % 16 if fits else 0
+        got = fastattn.flex_attention(*arrays(dtype), score_mod=divided, aux=(table,))
+        expected = fastattn.attention(*arrays(dtype), bias=bias.astype(dtype))
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
     def test_exponentials_of_small_integers_are_of_float64(self):
         table = np.arange(S, dtype=np.int8) % 5
 

@@ -77,7 +77,7 @@ class CythonBackend(Backend):
     def prepare(self, problem: Problem, num_threads: int) -> Prepared:
         target = Target(**driver.target(problem.dtype.itemsize))
         schedule = make_schedule(problem, target, num_threads)
-        loop = loop_of(problem, schedule)
+        loop = loop_of(problem, 0 if schedule.uses_split_kv else target.lanes)
         sizes = None if loop is None else (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
         record = write_record(problem, schedule, target)
         return driver.Prepared(*record, schedule.num_threads, schedule.is_small, loop, sizes)
@@ -99,7 +99,7 @@ class CythonBackend(Backend):
             larger = {"staged": schedule.max_lanes * row, "staged_rows": 8 * schedule.max_lanes}
         for all_large in (False, True):
             room = make_room(backward, schedule, target.lanes)
-            loops = gradient_loops_of(backward, schedule)
+            loops = gradient_loops_of(backward, schedule, target.lanes)
             n_threads = schedule.num_threads
             if loops is not None and loops.sums is not None:
                 n_threads = min(n_threads, len(loops.sums))

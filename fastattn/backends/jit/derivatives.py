@@ -86,7 +86,7 @@ def _plain(function: Any, is_weak: bool) -> Callable[..., Any]:
     """What gives signature and code of a function for plain numbers."""
     ours = vector_math.instead_of(function)
     if ours is function:
-        ours = literals.operation(function) if is_weak else None
+        ours = literals.operation(function, is_weak)
     if ours is not None:
         return ours._defn
     return lambda context, *arguments: fallback(context, function, arguments)

@@ -305,7 +305,7 @@ class _Rewriting:
             return
         if not self.derives:
             is_where = operate is np.where and len(operands) == 3
-            ours = literals.WHERE[is_weak] if is_where else literals.operation(operate) if is_weak else None
+            ours = literals.WHERE[is_weak] if is_where else literals.operation(operate, is_weak)
         elif operate is operator.pow and self._constant(operands[1]) in derivatives.PRODUCTS:
             ours = derivatives.power(self._constant(operands[1]), is_weak)
         else:

@@ -116,7 +116,6 @@ class Loop:
             raise messages.outside(self._kind, mod.function, mod.aux, self._dtype, sizes, bits, where)
 
 
-_over_lanes, _over_grouped_lanes = over_lanes(is_grouped=False), over_lanes(is_grouped=True)
 _over_slopes = {is_grouped: over_slopes(is_grouped) for is_grouped in (False, True)}
 
 #: The most float64 numbers of all partial sums of the gradients of `aux`, and the most partial sums.
@@ -130,13 +129,13 @@ class GradientLoops:
     the problem alone, and so does the order in which everything is added up.
     """
 
-    def __init__(self, backward: Backward, n_tasks: int) -> None:
+    def __init__(self, backward: Backward, n_tasks: int, lanes: int) -> None:
         problem = backward.problem
         mod: Any = problem.score_mod
         dtype, is_grouped, wrt = problem.dtype, problem.group_size > 1, backward.wrt
         self._sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
         self._mod, self._slope_mod, self._backward = mod, backward.score_grad or mod, backward
-        self._score = score_loop(mod, dtype, False, is_grouped)
+        self._score = score_loop(mod, dtype, is_grouped, lanes)
         self.score, self.aux = self._score.address, self._score.words(mod)
         self.slope = self.of_aux = 0  #: addresses of loops; 0: nobody asks
         self.aux_of_slope = self.aux_of_aux = self.aux
@@ -207,16 +206,16 @@ def _read(captured: Any, function: Any, place: int) -> Any:
     return readable(captured)
 
 
-def score_loop(mod: Mod, dtype: np.dtype, uses_split_kv: bool, is_grouped: bool) -> Loop:
-    """A score_mod over tiles of scores, with query rows as rows (split-KV) or as lanes, which are of several
-    heads if is_grouped; compiled on first use.
+def score_loop(mod: Mod, dtype: np.dtype, is_grouped: bool, lanes: int) -> Loop:
+    """A score_mod over tiles of scores, with query rows as lanes, so many to a vector, which are of several
+    heads if is_grouped; or as rows (split-KV), where lanes is 0. Compiled on first use.
 
     Raises
     ------
     TypeError, ValueError
         The function cannot be compiled, or raises.
     """
-    write = over_rows if uses_split_kv else _over_grouped_lanes if is_grouped else _over_lanes
+    write = over_lanes(is_grouped, lanes) if lanes else over_rows
     return Loop("score_mod", mod, dtype, write)
 
 

@@ -48,9 +48,55 @@ def _weak(operate: Any) -> Any:
     return intrinsic_of(definition, operate.__name__, ["a", "b"])
 
 
+def _division(operate: Any, is_weak: bool) -> Any:
+    """``//`` or ``%``, of integers without a branch, so that LLVM can hoist it. 0 where it would trap,
+    as in Numba."""
+    is_quotient = operate is operator.floordiv
+
+    def definition(context: Any, a: Any, b: Any) -> Any:
+        if not (isinstance(a, types.Integer) and isinstance(b, types.Integer)):
+            is_ours = is_weak and not is_quotient
+            return _WEAK[operate]._defn(context, a, b) if is_ours else fallback(context, operate, (a, b))
+        signature, _ = fallback(context, operate, (a, b))
+        kind = signature.return_type
+
+        def codegen(target: Any, builder: Any, _: Any, values: Any) -> Any:
+            x, y = (target.cast(builder, value, it, kind) for value, it in zip(values, (a, b), strict=True))
+            zero, one = x.type(0), x.type(1)
+            traps = builder.icmp_unsigned("==", y, zero)
+            if kind.signed:
+                is_least = builder.icmp_signed("==", x, x.type(kind.minval))
+                overflows = builder.and_(is_least, builder.icmp_signed("==", y, x.type(-1)))
+                traps = builder.or_(traps, overflows)
+            y = builder.select(traps, one, y)
+            if not kind.signed:
+                found = (builder.udiv if is_quotient else builder.urem)(x, y)
+                return builder.select(traps, zero, found)
+            # Truncated; rounded down, it is 1 less where the signs of the remainder and of y differ.
+            rest = builder.srem(x, y)
+            differ = builder.icmp_signed("<", builder.xor(rest, y), zero)
+            is_less = builder.and_(builder.icmp_signed("!=", rest, zero), differ)
+            if is_quotient:
+                found = builder.sub(builder.sdiv(x, y), builder.zext(is_less, x.type))
+            else:
+                found = builder.add(rest, builder.select(is_less, y, zero))
+            return builder.select(traps, zero, found)
+
+        return signature, codegen
+
+    return intrinsic_of(definition, operate.__name__, ["a", "b"])
+
+
 _WEAK = {
     operate: _weak(operate)
     for operate in (operator.add, operator.sub, operator.mul, operator.truediv, operator.mod)
+}
+
+
+_DIVISIONS = {
+    (operate, is_weak): _division(operate, is_weak)
+    for operate in (operator.floordiv, operator.mod)
+    for is_weak in (False, True)
 }
 
 
@@ -88,9 +134,9 @@ def operator_of(expression: ir.Expr) -> Any:
     return expression.fn if expression.op in ("unary", "binop") else None
 
 
-def operation(operate: Any) -> Any:
+def operation(operate: Any, is_weak: bool) -> Any:
     """The replacement of a binary operator, or None."""
-    return _WEAK.get(operate)
+    return _DIVISIONS.get((operate, is_weak)) or (_WEAK.get(operate) if is_weak else None)
 
 
 def number(value: Any) -> Any:

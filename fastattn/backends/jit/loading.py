@@ -27,20 +27,22 @@ def reasons_no_compiler() -> list[str]:
     return ["NUMBA_DISABLE_JIT is set, and then numba compiles nothing"] if numba.config.DISABLE_JIT else []
 
 
-def loop_of(problem: Problem, schedule: Schedule) -> Any:
-    """The loop over a tile that a score_mod compiles to, or None; raises where it cannot be compiled."""
+def loop_of(problem: Problem, lanes: int) -> Any:
+    """The loop over a tile that a score_mod compiles to, or None; raises where it cannot be compiled.
+
+    lanes: of a vector; 0: tiles of split-KV.
+    """
     if problem.score_mod is None:
         return None
     from fastattn.backends.jit.functions import score_loop
 
-    is_grouped = problem.group_size > 1
-    return score_loop(problem.score_mod, problem.dtype, schedule.uses_split_kv, is_grouped)
+    return score_loop(problem.score_mod, problem.dtype, problem.group_size > 1, lanes)
 
 
-def gradient_loops_of(backward: Backward, schedule: Schedule) -> Any:
+def gradient_loops_of(backward: Backward, schedule: Schedule, lanes: int) -> Any:
     """The loops of a call for gradients, or None without a score_mod; raises as `loop_of` does."""
     if backward.problem.score_mod is None:
         return None
     from fastattn.backends.jit.functions import GradientLoops
 
-    return GradientLoops(backward, schedule.n_tasks)
+    return GradientLoops(backward, schedule.n_tasks, lanes)

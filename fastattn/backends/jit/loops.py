@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -142,6 +142,18 @@ class LoopWriter:
     def each(self, start: ir.Value, stop: ir.Value, step: int = 1) -> Iterator[ir.Value]:
         with cgutils.for_range_slice(self.builder, start, stop, WORD(step), WORD) as (number, _):
             yield number
+
+    @contextmanager
+    def each_lane(self, lanes: int) -> Iterator[ir.Value]:
+        """Over the lanes of a vector. LLVM would unroll so short a loop before it makes a vector of it."""
+        with self.each(WORD(0), WORD(lanes)) as number:
+            yield number
+        add = self.builder.module.add_metadata
+        width = add(["llvm.loop.vectorize.width", ir.IntType(32)(lanes)])
+        hints = (add(["llvm.loop.unroll.disable"]), width)
+        node = add(hints)
+        node.operands = (node, *hints)  # such a node begins with itself
+        number.incomings[-1][1].terminator.set_metadata("llvm.loop", node)
 
     def call(self, score: ir.Value | None, *indices: ir.Value) -> ir.Value:
         """The function's result for these four indices, as a real, which is a mark after an error, or as a
@@ -281,46 +293,36 @@ def _compiled(
 _SCORES = ("s", "top", "ld", "n", "stops", "key0", "b", "row_h", "row_i", "aux")
 
 
-def over_lanes(is_grouped: bool) -> Callable[..., Machine]:
-    """The scores of a tile with query rows as lanes; `top` becomes the maximum of itself and each lane's
-    scores.
+@cache
+def over_lanes(is_grouped: bool, lanes: int) -> Callable[..., Machine]:
+    """The scores of a tile with query rows as lanes, in `n` vectors; `top` becomes the maximum of itself and
+    each lane's scores.
 
     is_grouped: the rows are of several heads. Else they are consecutive, and the last is repeated in the
     lanes past it.
+    lanes: of a vector. It is compiled in, so that what depends on the row alone is computed once per vector.
     """
 
     def write(loop: LoopWriter) -> None:
         builder, at = loop.builder, loop.arguments
         ld, ends, heads, rows = at["ld"], loop.pointer("stops"), loop.pointer("row_h"), loop.pointer("row_i")
-        lanes, one = builder.sdiv(ld, at["n"]), WORD(1)
         head, row = loop.load(heads, WORD(0)), loop.load(rows, WORD(0))
-        last = loop.load(rows, builder.sub(ld, one))
-        n_keys = loop.load(ends, builder.sub(at["n"], one))
-        first = cgutils.alloca_once_value(builder, WORD(0))  # the first vector that has the key
-
-        def first_lane(key: ir.Value) -> ir.Value:
-            test, step, end = (builder.append_basic_block() for _ in range(3))
-            builder.branch(test)
-            builder.position_at_end(test)
-            vector = builder.load(first)
-            builder.cbranch(builder.icmp_signed("<=", loop.load(ends, vector), key), step, end)
-            builder.position_at_end(step)
-            builder.store(builder.add(vector, one), first)
-            builder.branch(test)
-            builder.position_at_end(end)
-            return builder.mul(vector, lanes)
-
-        with loop.each(WORD(0), n_keys) as j:
-            line, key = builder.gep(at["s"], [builder.mul(j, ld)]), builder.add(at["key0"], j)
-            with loop.each(first_lane(j), ld) as lane:
-                slot, largest = builder.gep(line, [lane]), builder.gep(at["top"], [lane])
-                if is_grouped:
-                    h, i = loop.load(heads, lane), loop.load(rows, lane)
-                else:
-                    h, i = head, loop.least(builder.add(row, lane), last)
-                x, top = loop.call(builder.load(slot), at["b"], h, i, key), builder.load(largest)
-                builder.store(x, slot)
-                builder.store(builder.select(builder.fcmp_ordered(">", x, top), x, top), largest)
+        last = loop.load(rows, builder.sub(ld, WORD(1)))
+        # Vector by vector: a lane's next key is read from the same cache line, mostly.
+        with loop.each(WORD(0), at["n"]) as vector:
+            first = builder.mul(vector, WORD(lanes))
+            with loop.each(WORD(0), loop.load(ends, vector)) as j:
+                line, key = builder.gep(at["s"], [builder.mul(j, ld)]), builder.add(at["key0"], j)
+                with loop.each_lane(lanes) as number:
+                    lane = builder.add(first, number)
+                    slot, largest = builder.gep(line, [lane]), builder.gep(at["top"], [lane])
+                    if is_grouped:
+                        h, i = loop.load(heads, lane), loop.load(rows, lane)
+                    else:
+                        h, i = head, loop.least(builder.add(row, lane), last)
+                    x, top = loop.call(builder.load(slot), at["b"], h, i, key), builder.load(largest)
+                    builder.store(x, slot)
+                    builder.store(builder.select(builder.fcmp_ordered(">", x, top), x, top), largest)
 
     return partial(_compiled, write, _SCORES)
 

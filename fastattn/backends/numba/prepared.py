@@ -69,7 +69,7 @@ class Prepared:
         self.is_small = schedule.is_small
         self.table = table(problem.dtype.name)
         self.sizes = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
-        self.loop = loop_of(problem, schedule._replace(uses_split_kv=False))
+        self.loop = loop_of(problem, target.lanes)
         record = np.zeros(1, job_of(problem.dtype))
         job = record[0]
         _set_problem(job, problem)

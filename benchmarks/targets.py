@@ -69,6 +69,9 @@ TARGETS: dict[str, dict[str, float]] = {
     "backward-bias-1024": _GRADIENTS | {"torch": 3.0},
     "backward-wide-value": _GRADIENTS | {"torch": 3.0},
     "backward-gqa-1024": _GRADIENTS,
+    "backward-softcap-1024": _GRADIENTS,
+    "flex-backward-softcap-1024": _GRADIENTS | {"slowdown": 1.5},
+    "flex-backward-bias-1024": _GRADIENTS | {"slowdown": 1.5},
 }
 #: Those that are not to be exceeded.
 _AT_MOST = ("slowdown", "error")

@@ -443,10 +443,13 @@ def test_rows_of_keys_from_memory(engine, dims, dtype):
     query = query.astype(np.result_type(query, np.float32))
     assert 0 not in make_schedule(problem_of(query, key, value), Target(16, 3, 8), 2).prefetch_rows
     alone = [engine.attention(query[head : head + 1], key, value) for head in range(6)]
-    for heads in (slice(0, 2), slice(1, 4), slice(0, 4), slice(1, 6)):
+    most = few_rows(query.dtype)
+    for first, n in ((0, 2), (1, 3), (0, 4), (1, 5)):
+        heads = slice(first, first + min(n, most))
         assert_same_bits(engine.attention(query[heads], key, value), np.concatenate(alone[heads]))
     upcast = [array.astype(query.dtype) for array in (key, value)]
-    assert_same_bits(engine.attention(query[:4], *upcast), np.concatenate(alone[:4]))
+    heads = slice(0, min(4, most))
+    assert_same_bits(engine.attention(query[heads], *upcast), np.concatenate(alone[heads]))
     assert_attention(engine.everything(query[5:], *upcast), query[5:], *upcast)
 
 

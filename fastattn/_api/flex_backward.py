@@ -103,7 +103,7 @@ def flex_attention_backward(
 
     At kinks the derivatives are those of PyTorch: 0 of ``abs(x)`` at 0, a half for each of two equal operands
     of ``min`` and ``max``, inf of ``sqrt(x)`` at 0. ``if``, ``np.where``, ``min`` and ``max`` have that of
-    the operand that they choose; the other one, be it NaN, is not seen. What rounds or compares is constant:
+    the operand that they choose; a NaN in the other one is not seen. What rounds or compares is constant:
     ``//``, ``floor``, ``int``, ``sign``. Masked keys contribute 0, and so do keys whose weight is 0, whatever
     the functions return for them.
 

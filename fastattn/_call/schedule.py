@@ -85,7 +85,7 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     factors = factors_of(problem)
     few_rows = target.few_rows or max(constants.FEW_ROWS, lanes - 1)
     if rows <= few_rows or (rows == lanes == few_rows + 1 and sizes.group_size > 1):
-        tiles, n_splits = _splits(heads, -(-len_k // block_k), 1, num_threads)
+        tiles, n_splits = _splits(heads, -(-len_k // block_k), 1, num_threads, constants.SPLIT_TASKS)
         prefetch_rows = (0, 0)
         key_nbytes, value_nbytes = (x.shape[-1] * x.itemsize for x in (problem.key, problem.value))
         if heads * len_k * (key_nbytes + value_nbytes) >= constants.UNCACHED_NBYTES:
@@ -101,9 +101,13 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         )  # fmt: skip
     if target.has_fused and _fuses(problem, factors):
         return _fused_schedule(problem, target, num_threads, small)
-    if target.has_pairs and sizes.head_dim % 2 == 0 and _keeps_query(problem):
-        return _sweep_schedule(problem, target, num_threads, small, exact_factors(problem), uses_pairs=True)
-    return _sweep_schedule(problem, target, num_threads, small, factors)
+    pieces = None
+    if target.has_pieces and rows <= constants.PIECE_ROWS:
+        pieces = constants.PIECE_TILES, constants.SPLIT_TASKS
+    uses_pairs = target.has_pairs and sizes.head_dim % 2 == 0 and _keeps_query(problem)
+    if uses_pairs:
+        factors = exact_factors(problem)
+    return _sweep_schedule(problem, target, num_threads, small, factors, uses_pairs, pieces)
 
 
 def make_reduction_schedule(problem: Problem, target: Target, num_threads: int, k: int) -> Schedule:
@@ -113,10 +117,8 @@ def make_reduction_schedule(problem: Problem, target: Target, num_threads: int, 
     factors = score_factors(problem.scale, problem.softcap, problem.dtype.itemsize, True)
     # Each task of a query block inserts into a list of k scores of its own.
     piece = constants.PIECE_TILES * -(-2 * k * k // (constants.PIECE_TILES * constants.BLOCK_K))
-    target = target._replace(has_pieces=False)
-    schedule = _sweep_schedule(
-        problem, target, 1 if small else num_threads, small, factors, piece_tiles=piece
-    )
+    pieces = piece, constants.REDUCTION_TASKS
+    schedule = _sweep_schedule(problem, target, 1 if small else num_threads, small, factors, pieces=pieces)
     return schedule._replace(packs_values=False, converts_values=False)
 
 
@@ -127,10 +129,12 @@ def _sweep_schedule(
     small: bool,
     factors: Factors,
     uses_pairs: bool = False,
-    piece_tiles: int = 0,
+    pieces: tuple[int, int] | None = None,
 ) -> Schedule:
-    """The schedule of the sweep, by scores of pairs or of the compute type; piece_tiles: 0 where the keys of
-    few rows alone are cut into pieces."""
+    """The schedule of the sweep, by scores of pairs or of the compute type.
+
+    pieces: the key tiles of a piece, and the tasks of each thread that share keys; None: one piece.
+    """
     sizes = problem.sizes
     heads, lanes = sizes.heads, target.lanes
     n_vectors = -(-sizes.rows // lanes)
@@ -140,12 +144,8 @@ def _sweep_schedule(
         converts_keys = problem.key.strides[-1] != problem.key.itemsize or _is_scattered(problem.key)
     block_k = _block_k(sizes.len_k)
     n_key_tiles = max(1, -(-sizes.len_k // block_k))
-    if target.has_pieces and sizes.rows <= constants.PIECE_ROWS:
-        piece_tiles = piece_tiles or constants.PIECE_TILES
-    split_tiles, n_splits = n_key_tiles, 1
-    if piece_tiles:
-        tasks = constants.SPLIT_TASKS if target.has_pieces else constants.REDUCTION_TASKS
-        split_tiles, n_splits = _splits(heads * n_blocks, n_key_tiles, piece_tiles, num_threads, tasks)
+    piece_tiles, tasks = pieces or (n_key_tiles, 1)
+    split_tiles, n_splits = _splits(heads * n_blocks, n_key_tiles, piece_tiles, num_threads, tasks)
     n_tasks = heads * n_blocks * n_splits
     copies_keys = packs_values = False
     if n_blocks > 1 and n_splits == 1:
@@ -162,7 +162,7 @@ def _sweep_schedule(
     return Schedule(
         num_threads=min(num_threads, n_tasks), is_small=small, uses_split_kv=False, block_k=block_k,
         n_vectors=n_vectors, n_blocks=n_blocks, max_lanes=-(-n_vectors // n_blocks) * lanes, n_tasks=n_tasks,
-        piece_tiles=piece_tiles or n_key_tiles, split_tiles=split_tiles, n_splits=n_splits,
+        piece_tiles=piece_tiles, split_tiles=split_tiles, n_splits=n_splits,
         copies_keys=copies_keys, packs_values=packs_values, packs_chunks=packs_chunks,
         converts_keys=converts_keys and not copies_keys, converts_values=converts_values and not packs_values,
         keeps_query=uses_pairs, uses_pairs=uses_pairs, **factors._asdict(),
@@ -412,14 +412,9 @@ def exact_factors(problem: AnyProblem) -> Factors:
     return Factors(exact, root, softcap, exponent * (query / exact))
 
 
-def _splits(
-    blocks: int,
-    n_key_tiles: int,
-    piece_tiles: int,
-    num_threads: int,
-    tasks: int = constants.SPLIT_TASKS,
-) -> tuple[int, int]:
-    """Key tiles of a task, a power of two of pieces, and the tasks of each of so many query blocks."""
+def _splits(blocks: int, n_key_tiles: int, piece_tiles: int, num_threads: int, tasks: int) -> tuple[int, int]:
+    """Key tiles of a task, a power of two of pieces, and the tasks of each of so many query blocks, with
+    about `tasks` of them for each thread."""
     most = tasks * num_threads if num_threads > 1 else 0
     tiles = piece_tiles
     while tiles < n_key_tiles and blocks * -(-n_key_tiles // tiles) > most:

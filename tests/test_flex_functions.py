@@ -128,6 +128,21 @@ class TestWhatFunctionsAreGiven:
         expected = fastattn.attention(*arrays(dtype), bias=bias.astype(dtype))
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.parametrize("backend", ["cython", "numba"])
+    def test_divisions_under_a_condition(self, backend):
+        """LLVM's vectors would divide in the first lane alone, which is masked here while others are not."""
+        two = np.arange(1.0, 5).reshape(2, 2)
+
+        def corner(score, b, h, q_idx, kv_idx):
+            if min(b, h) != max(b, kv_idx):
+                return -np.inf
+            return two.flat[3]  # two divisions by its shape, which is not known when this is compiled
+
+        query, key = np.ones((2, 2, 3, 4)), np.ones((2, 1, 4, 4))
+        _, lse = fastattn.flex_attention(query, key, key, score_mod=corner, return_lse=True, backend=backend)
+        expected = [[4, 4], [-np.inf, 4 + np.log(2)]]
+        np.testing.assert_allclose(lse, np.repeat(expected, 3).reshape(2, 2, 3), rtol=1e-12)
+
     def test_exponentials_of_small_integers_are_of_float64(self):
         table = np.arange(S, dtype=np.int8) % 5
 

@@ -86,12 +86,12 @@ def _element_of_flat(flat: Any, index: Any, checks: Any, bit: int) -> tuple[Any,
         shape = cgutils.unpack_tuple(builder, view.shape, count=array.ndim)
         rest = _inside(context, builder, values[1], index, view.nitems, values[2], bit)
         indices: list[Any] = []
-        for length in reversed(shape):
+        for length in reversed(shape[1:]):
             # Without elements the first is read, as ever; nothing is divided by 0.
             divisor = builder.select(builder.icmp_signed(">", length, length.type(0)), length, length.type(1))
             indices.insert(0, builder.srem(rest, divisor))
             rest = builder.sdiv(rest, divisor)
-        return _load(context, builder, array, view, shape, indices, values[2])
+        return _load(context, builder, array, view, shape, [rest, *indices], values[2])
 
     return _type_read(array)(flat, index, checks), codegen
 

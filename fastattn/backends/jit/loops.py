@@ -50,9 +50,11 @@ class Machine:
 
     def __init__(self, module: Any, name: str, reads: frozenset[str]) -> None:
         self.reads = reads  #: the indices that the function depends on
-        target = _target()
-        builder = create_pass_builder(target, opt=3, loop_vectorize=True, slp_vectorize=False)
-        builder.getModulePassManager().run(module, builder)
+        target, given = _target(), module.as_bitcode()
+        _optimize(module, target, vectorize=True)
+        if _has_masked_division(module):
+            module = llvm.parse_bitcode(given)
+            _optimize(module, target, vectorize=False)
         # An engine of its own: Numba's never frees code.
         self._engine = llvm.create_mcjit_compiler(module, target)
         self._engine.finalize_object()
@@ -66,6 +68,26 @@ def _target() -> Any:
     if llvm.get_process_triple().startswith("x86_64"):
         options["features"] += ",+prefer-no-gather"
     return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(**options)
+
+
+def _optimize(module: Any, target: Any, *, vectorize: bool) -> None:
+    builder = create_pass_builder(target, opt=3, loop_vectorize=vectorize, slp_vectorize=False)
+    builder.getModulePassManager().run(module, builder)
+
+
+def _has_masked_division(module: Any) -> bool:
+    """Whether LLVM made a vector of a division under a condition: a block of one masked lane has it.
+
+    LLVM 22 and before get one wrong: with the same operands in all lanes, and a result that is part of an
+    address, it divides in the first lane alone. All other lanes read anywhere where that lane is masked.
+    """
+    return any(
+        instruction.opcode in ("udiv", "urem", "sdiv", "srem")
+        for function in module.functions
+        for block in function.blocks
+        if block.name.startswith("pred.")
+        for instruction in block.instructions
+    )
 
 
 class LoopWriter:

@@ -5,7 +5,7 @@ Each line of `typing_misuses` is an error to both.
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import numpy as np
 
@@ -87,7 +87,9 @@ def gradients() -> None:
     query, key, value, bias, _ = found
     assert_type(query, np.ndarray)
     assert_type(found.key, np.ndarray)
-    assert_type(bias, np.ndarray | None)
+    assert_type(bias, np.ndarray | Any | None)  # Any: of a tuple it is a tuple
+    assert bias is not None
+    bias.sum()
     some = fastattn.attention_backward(out, x, x, x, out, lse, causal=True, wrt=("query", "key"))
     assert_type(some.value, np.ndarray | None)
 

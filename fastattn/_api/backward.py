@@ -257,6 +257,7 @@ def differentiate(backward: Backward, given: dict[str, Any], swapped: bool) -> G
         with np.errstate(all="ignore"):
             found = found._replace(query=found.query * backward.query_factors[:, None, None])
     rows = ("query", "key", "value") if swapped else ()
+    of_sums: Any = found.bias  # by `Sums`, of a backend
 
     def returned(gradient: np.ndarray | None, array: Any, name: str) -> Any:
         if gradient is None:
@@ -266,14 +267,14 @@ def differentiate(backward: Backward, given: dict[str, Any], swapped: bool) -> G
     def of_part(part: Any, sums: Sums) -> Any:
         """The gradient of a part of the bias, or those of its arrays."""
         if not isinstance(part, Bias):
-            return returned(found.bias[sums], part, "bias")
-        own = part._gradients(found.bias[sums], backward.problem.score_sizes)
+            return returned(of_sums[sums], part, "bias")
+        own = part._gradients(of_sums[sums], backward.problem.score_sizes)
         gradients = [returned(*pair, "bias") for pair in zip(own, part._arrays(), strict=True)]
         return gradients[0] if len(gradients) == 1 else tuple(gradients)
 
     bias = given["bias"]
     of_bias = None
-    if found.bias is not None:
+    if of_sums is not None:
         parts = (of_part(part, sums) for (_, part), sums in zip(bias_parts(bias), backward.bias, strict=True))
         of_bias = as_given_bias(bias, parts)
     others = {

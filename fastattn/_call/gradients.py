@@ -114,7 +114,7 @@ class Gradients(NamedTuple, Generic[Gradient]):
     query: Gradient  # an array where `wrt` is its default
     key: Gradient
     value: Gradient
-    bias: Any  #: an array, or tuples of arrays where the bias is a tuple, a sum or a `biases.Grid`
+    bias: np.ndarray | Any | None  #: an array, or tuples of them for a tuple, a sum or a `biases.Grid`
     sinks: np.ndarray | None
 
     def __repr__(self) -> str:

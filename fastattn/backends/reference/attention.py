@@ -297,7 +297,8 @@ def _differentiate(backward: Backward, gradients: Gradients, block: _QueryBlock)
     if kept is not None:
         change, after = change * kept, weights * kept
     change = np.where(allowed, weights * (change - delta.astype(dtype)[:, None]), dtype(0))
-    for sums, array in (gradients.bias or {}).items():
+    of_sums: Any = gradients.bias or {}
+    for sums, array in of_sums.items():
         _add_to_bias(sums, array, block, change)
     if gradients.sinks is not None and problem.sinks is not None:
         some = allowed.any(axis=-1)

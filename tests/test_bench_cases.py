@@ -790,6 +790,7 @@ UNABLE = {
         **dict.fromkeys((*STORED, *BACKWARD), "cannot take this problem"),
         **dict.fromkeys(RECURRENT, "cannot run gated_linear_attention"),
         **dict.fromkeys(REDUCTIONS, "cannot"),
+        "grid": "reads one array as a bias",
     },
     # Both compute float64 in float32.
     "onnxruntime": {

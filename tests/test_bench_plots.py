@@ -22,16 +22,17 @@ from PIL import Image
 from fastattn.bench.cases import CASES
 from fastattn.bench.peers import OURS
 from fastattn.bench.plots import DIGEST_KEY, Picture, digest, draw_all, pictures
+from fastattn.bench.plots.ratios import OF_GROUPS
 from tests.bench_results import COSTS, POSSIBLE, make_document
 from tests.process import python
 
-NAMES = ["ratios", "storages", "gradients", "roofline", "time", "memory", "sizes"]
+NAMES = ["ratios", "storages", "gradients", "recurrent", "roofline", "time", "memory", "sizes"]
 
 #: Names of the cases that are no points of a curve.
 CATALOGUE = [case.name for case in POSSIBLE if not case.group.startswith("scaling-")]
 
 #: Enough for every picture, and drawn sooner.
-ONE_OF_EACH = {*CATALOGUE[:6], "decode-8k-int8", "backward-2048-64"}
+ONE_OF_EACH = {*CATALOGUE[:6], "decode-8k-int8", "backward-2048-64", "recurrent-decode"}
 SOME = [case for case in POSSIBLE if case.name not in CATALOGUE or case.name in ONE_OF_EACH]
 
 LENGTHS = [case for case in POSSIBLE if case.group == "scaling-length"]
@@ -136,7 +137,7 @@ def test_no_words_overlap_or_leave_the_page(
 @pytest.mark.slow
 def test_ratios_name_every_case_of_the_catalogue_once(everything: dict[str, Picture]) -> None:
     cases, labels = make_document()["cases"], {}
-    for picture in (everything[name] for name in ("ratios", "storages", "gradients")):
+    for picture in (everything[name] for name in ("ratios", *OF_GROUPS)):
         rows = [label.get_text() for axes in picture.figure.axes for label in axes.get_yticklabels()]
         peers = [
             [ratio for name, ratio in cases[row]["summary"]["ratios"].items() if name not in OURS]
@@ -152,7 +153,8 @@ def test_ratios_name_every_case_of_the_catalogue_once(everything: dict[str, Pict
         labels[picture.name] = rows
     assert sorted(chain.from_iterable(labels.values())) == sorted(CATALOGUE)
     assert {cases[row]["case"]["group"] for row in labels["storages"]} == {"decode-storage"}
-    assert {cases[row]["case"]["group"] for row in labels["gradients"]} == {"backward"}
+    assert {cases[row]["case"]["group"] for row in labels["gradients"]} == {"backward", "flex-backward"}
+    assert {cases[row]["case"]["group"] for row in labels["recurrent"]} == {"recurrent"}
 
 
 def test_ratios_beyond_the_axis_stand_at_its_edge() -> None:
@@ -269,7 +271,7 @@ def without_results(document: dict[str, Any]) -> None:
         ),
         pytest.param(without_results, [name for name in NAMES if name != "memory"], marks=pytest.mark.slow),
         pytest.param(without_shares, NAMES, marks=pytest.mark.slow),
-        pytest.param(as_written_before, [*NAMES[:3], "time", "sizes"], marks=pytest.mark.slow),
+        pytest.param(as_written_before, [*NAMES[:4], "time", "sizes"], marks=pytest.mark.slow),
         (lambda document: document["cases"].clear(), ["memory"]),
     ],
 )
@@ -297,7 +299,7 @@ def test_one_case_is_enough(case: str) -> None:
 )
 def test_libraries_may_be_absent(libraries: list[str]) -> None:
     document = make_document(SOME, libraries)
-    wanted = NAMES[3:] if "fastattn" in libraries else []
+    wanted = NAMES[4:] if "fastattn" in libraries else []
     assert list(drawn(document)) == wanted
 
 

@@ -6,7 +6,8 @@ alone, and leaves out what the document does not have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,9 @@ from fastattn.bench.plots._page import (
 __all__ = ["DIGEST_KEY", "Picture", "compared", "digest", "draw_all", "measured", "pictures", "shown"]
 
 #: In the order in which they are shown.
-_DRAWN = (
+_DRAWN: tuple[Callable[[Mapping[str, Any]], Picture | None], ...] = (
     ratios.draw,
-    ratios.draw_storages,
-    ratios.draw_gradients,
+    *(partial(ratios.draw_groups, name=name) for name in ratios.OF_GROUPS),
     roofline.draw,
     scaling.draw_time,
     scaling.draw_memory,

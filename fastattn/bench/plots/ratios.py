@@ -47,26 +47,24 @@ SPREAD = 0.5
 #: More rows than this make two columns.
 ONE_COLUMN = 24
 
-#: The groups of pictures of their own: one row a storage of keys and values, and gradients.
-STORAGES, GRADIENTS = "decode-storage", "backward"
+#: Pictures of some groups alone: the groups, and what the title says of their cases.
+OF_GROUPS = {
+    "storages": (("decode-storage",), " of decoding"),
+    "gradients": (("backward", "flex-backward"), " of gradients"),
+    "recurrent": (("recurrent",), " of recurrent attention"),
+}
 
 
 def draw(document: Mapping[str, Any]) -> Picture | None:
     """Dots with the 95 % intervals of the median; None where no peer was timed."""
-    cases = [it for it in _compared(document) if it.case["group"] not in (STORAGES, GRADIENTS)]
-    return _drawn(document, "ratios", cases, "")
+    alone = {group for groups, _ in OF_GROUPS.values() for group in groups}
+    return _drawn(document, "ratios", [it for it in _compared(document) if it.case["group"] not in alone], "")
 
 
-def draw_storages(document: Mapping[str, Any]) -> Picture | None:
-    """The same of the cases that decode with keys and values in each storage."""
-    cases = [it for it in _compared(document) if it.case["group"] == STORAGES]
-    return _drawn(document, "storages", cases, " of decoding")
-
-
-def draw_gradients(document: Mapping[str, Any]) -> Picture | None:
-    """The same of gradients."""
-    cases = [it for it in _compared(document) if it.case["group"] == GRADIENTS]
-    return _drawn(document, "gradients", cases, " of gradients")
+def draw_groups(document: Mapping[str, Any], name: str) -> Picture | None:
+    """The same of the groups of one picture of `OF_GROUPS`."""
+    groups, kind = OF_GROUPS[name]
+    return _drawn(document, name, [it for it in _compared(document) if it.case["group"] in groups], kind)
 
 
 def _compared(document: Mapping[str, Any]) -> list[Measured]:

@@ -153,7 +153,7 @@ class GradientLoops:
             first = 0
             for x in aux:
                 base = self._kept_address(x)
-                self.aux_of_aux.extend((base, x.itemsize if base else 1, first))
+                self.aux_of_aux.extend((base, x.itemsize.bit_length() - 1 if base else 0, first))
                 first += x.size if is_floating(x) else 0
             n_partial = max(1, min(n_tasks, MAX_PARTIAL_SUMS, max(2, MAX_SUMS // max(first, 1))))
             # Whole cache lines, which no two threads share but the first and the last.
@@ -170,10 +170,15 @@ class GradientLoops:
         if self.slope:
             self._slope.check(outside_of_slope, self._sizes, self._slope_mod)
         if self.sums is not None:
-            total, first = np.add.reduce(self.sums, axis=0), 0
+            first = 0
             for room in self._backward.grad_aux:
                 if room is not None:
-                    room[...] = total[first : first + room.size].reshape(room.shape)
+                    sums = self.sums[:, first : first + room.size].reshape(len(self.sums), *room.shape)
+                    # Two need no memory for their total, which may be as large as all else together.
+                    if len(sums) == 2:
+                        np.add(*sums, out=room, casting="same_kind")
+                    else:
+                        room[...] = np.add.reduce(sums, axis=0)
                     first += room.size
 
 

@@ -255,12 +255,13 @@ class LoopWriter:
             builder.icmp_signed(">=", array, WORD(0)), builder.icmp_unsigned("==", error, BITS(0))
         )
         with builder.if_then(was_read):
-            # After what the function reads: of each array its address, itemsize, and the place of its sums.
+            # After what the function reads: of each array its address, the bits of that within an element,
+            # and the place of its sums.
             place = builder.add(WORD(n_words(self._kinds)), builder.mul(array, WORD(3)))
-            base, itemsize, first = (
+            base, within, first = (
                 self.load(self.pointer("aux"), builder.add(place, WORD(i))) for i in range(3)
             )
-            element = builder.sdiv(builder.sub(builder.load(slots["address"]), base), itemsize)
+            element = builder.lshr(builder.sub(builder.load(slots["address"]), base), within)
             to = builder.gep(self.arguments["sums"], [builder.add(first, element)])
             double = ir.DoubleType()
             parts = (x if x.type == double else builder.fpext(x, double)
@@ -386,12 +387,14 @@ def over_slopes(is_grouped: bool) -> Callable[..., Machine]:
 def _write_aux(loop: LoopWriter) -> None:
     builder, at = loop.builder, loop.arguments
     heads, rows = loop.pointer("row_h"), loop.pointer("row_i")
-    with loop.each(WORD(0), at["n_keys"]) as j, loop.each(WORD(0), at["n"]) as lane:
-        place, key = builder.add(builder.mul(j, at["ld"]), lane), builder.add(at["key0"], j)
-        score, change = (builder.load(builder.gep(at[name], [place])) for name in ("s", "change"))
-        with builder.if_then(builder.not_(is_zero(builder, change))):
-            h, i = loop.load(heads, lane), loop.load(rows, lane)
-            loop.add_slopes(score, change, at["b"], h, i, key)
+    # Row by row: what is read for consecutive keys lies side by side, mostly, and so do its sums.
+    with loop.each(WORD(0), at["n"]) as lane:
+        h, i = loop.load(heads, lane), loop.load(rows, lane)
+        with loop.each(WORD(0), at["n_keys"]) as j:
+            place, key = builder.add(builder.mul(j, at["ld"]), lane), builder.add(at["key0"], j)
+            score, change = (builder.load(builder.gep(at[name], [place])) for name in ("s", "change"))
+            with builder.if_then(builder.not_(is_zero(builder, change))):
+                loop.add_slopes(score, change, at["b"], h, i, key)
 
 
 #: Adds the gradients of the elements of `aux` to `sums`, one score after another.

@@ -176,7 +176,7 @@ class GradientLoops:
                     sums = self.sums[:, first : first + room.size].reshape(len(self.sums), *room.shape)
                     # Two need no memory for their total, which may be as large as all else together.
                     if len(sums) == 2:
-                        np.add(*sums, out=room, casting="same_kind")
+                        np.add(sums[0], sums[1], out=room, casting="same_kind")
                     else:
                         room[...] = np.add.reduce(sums, axis=0)
                     first += room.size

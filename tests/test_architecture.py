@@ -523,7 +523,7 @@ RAISES_ELSEWHERE = {
     "integrations/onnx.py: _check_shape": "the same of shapes",
     "integrations/onnx.py: _check_choice": "the same of words and codes",
     "integrations/transformers.py: _attention_forward": "what a few models ask beside attention",
-    "integrations/torch.py: attention": "no tensor of the CPU, or a gradient that nobody computes",
+    "integrations/torch.py: _attend": "no tensor of the CPU, or a gradient that nobody computes",
     "integrations/torch.py: _array": "a layout or a dtype that NumPy does not have",
     "integrations/sklearn.py: fit": "a rule for the bandwidth that there is not, where estimators raise",
     "integrations/sklearn.py: _bandwidth": "the same of numbers",

@@ -567,20 +567,26 @@ class TestIntegrations:
 
 
 @pytest.mark.parametrize("module", ["torch", "autograd"])
-def test_integrations_that_hand_options_on(module):
-    """They take those of `fastattn.attention`, which says what else to say; a mask by position is theirs."""
+@pytest.mark.parametrize("name", ["attention", "flex_attention"])
+def test_integrations_that_hand_options_on(module, name):
+    """They take those of `fastattn`'s own, which says what else to say; a mask by position is theirs."""
     pytest.importorskip(module)
-    attention = import_module(f"fastattn.integrations.{module}").attention
+    function = getattr(import_module(f"fastattn.integrations.{module}"), name)
     arrays = [X] * 3
     if module == "torch":
         arrays = [import_module("torch").from_numpy(X)] * 3
-    attention(*arrays, window=(1, 1))
+    function(*arrays, window=(1, 1))
     with pytest.raises(TypeError, match=r"attention\(\) got .* 'softmax_scale': say scale=$"):
-        attention(*arrays, softmax_scale=1.0)
+        function(*arrays, softmax_scale=1.0)
     with pytest.raises(TypeError, match="window must be a pair"):
-        attention(*arrays, window=3)
+        function(*arrays, window=3)
     with pytest.raises(TypeError, match=r"takes 3 positional .*: the others go by name, here bias="):
-        attention(*arrays, np.full((5, 5), 0.5, np.float32))
+        function(*arrays, np.full((5, 5), 0.5, np.float32))
+    if name == "flex_attention":
+        with pytest.raises(TypeError, match=r"the others go by name, here score_mod=\.\.\.$"):
+            function(*arrays, lambda score, b, h, q_idx, kv_idx: score)
+        with pytest.raises(TypeError, match="'enable_gqa': leave it out"):
+            function(*arrays, enable_gqa=True)
 
 
 def test_a_message_computes_no_graph():

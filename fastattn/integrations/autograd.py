@@ -38,7 +38,15 @@ def attention(
 
 @refusing
 def flex_attention(
-    query: Any, key: Any, value: Any, *, bias: Any = None, sinks: Any = None, aux: Any = (), **options: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    score_mod: Any = None,
+    aux: Any = (),
+    bias: Any = None,
+    sinks: Any = None,
+    **options: Any,
 ) -> Any:
     """`fastattn.flex_attention`, differentiable likewise, and in the arrays and numbers of `aux`.
 
@@ -57,6 +65,7 @@ def flex_attention(
     >>> autograd.grad(loss)(np.ones(2)).shape
     (2,)
     """
+    options["score_mod"] = score_mod
     return _attention(query, key, value, bias, sinks, _Call("flex_attention", options), *aux)
 
 

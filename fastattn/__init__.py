@@ -47,8 +47,9 @@ skipped, whole tiles inside run unmasked), a dense array to stream, or tiles tha
 bits. A new mask touches no kernel, a new instruction set touches no mask.
 
 The rules that hold on every backend: types as in `numpy.linalg`; any strides, without copies; a query
-without keys gives 0 and lse ``-inf``; a masked key is never seen, be it NaN; masks combine by AND; empty
-arrays are legal; the same bits for any number of threads, layout and batch; errors before any work.
+without keys gives 0 and lse ``-inf``; a masked key is never seen, not even one that is NaN; masks combine by
+AND; empty arrays are legal; the same bits for any number of threads, layout and batch; errors before any
+work.
 """
 
 from importlib import import_module

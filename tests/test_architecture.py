@@ -56,6 +56,9 @@ LAYERS = [
     {"_call.options"},
     {"_call.arguments"},
     {"_call.normalize", "_call.conv", "_call.linear", "_call.recurrent", "_call.reductions", "_call.rope"},
+    {"_call.varlen"},
+    {"_call.backward"},
+    {"_call.scores"},
     {"_call.schedule"},
     # Those that compute
     {"backends._base"},
@@ -472,8 +475,9 @@ def test_backends_name_no_mask():
 EDGE = {
     "_api/c_entry.py", "_api/conv.py", "_api/kernel_methods.py", "_api/linear.py", "_api/recurrent.py",
     "_api/reductions.py", "_api/rope.py", "_cache/cache.py", "_cache/container.py",
-    "_cache/files.py", "_cache/recurrent.py", "_cache/state.py", "_call/arguments.py", "_call/linear.py",
-    "_call/normalize.py", "_call/options.py", "_call/storage.py", "biases.py", "layers.py",
+    "_cache/files.py", "_cache/recurrent.py", "_cache/state.py", "_call/arguments.py", "_call/backward.py",
+    "_call/linear.py", "_call/normalize.py", "_call/options.py", "_call/storage.py", "_call/varlen.py",
+    "biases.py", "layers.py",
     "masks/arguments.py", "masks/base.py", "masks/objects.py",
 }  # fmt: skip
 #: Programs: they check words of a command line and files, and raise errors of their own.

@@ -11,8 +11,9 @@ import pytest
 
 import fastattn
 from fastattn import masks
-from fastattn._call.normalize import DEFAULTS, normalize_scores
+from fastattn._call.options import DEFAULTS
 from fastattn._call.schedule import Target, make_reduction_schedule
+from fastattn._call.scores import normalize_scores
 from fastattn.backends.cython import driver
 from tests import naive
 from tests.cases import FLOATS, MEMORY_LAYOUTS

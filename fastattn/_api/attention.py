@@ -11,8 +11,9 @@ import numpy as np
 from fastattn._api import prepared
 from fastattn._api.prepared import ATTENTION, SDPA, SDPA_GQA, VARLEN, counts, recall, reuse, signature_of
 from fastattn._call.arguments import as_pieces, check_dropout, check_shape
-from fastattn._call.normalize import Request, normalize, normalize_sdpa, normalize_varlen
+from fastattn._call.normalize import Request, normalize, normalize_sdpa
 from fastattn._call.options import complete, public, refuse_arguments, refusing
+from fastattn._call.varlen import normalize_varlen
 from fastattn._machine.device import DeviceArray, in_library_of
 from fastattn._machine.host import default_backend
 from fastattn.backends.registry import select, usable

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from fastattn._call.arguments import as_given_bias, bias_parts
+from fastattn._call.backward import normalize_backward
 from fastattn._call.gradients import Gradients, sum_to
-from fastattn._call.normalize import normalize_backward
 from fastattn._call.options import complete, public
 from fastattn._call.problem import FLOAT64
 from fastattn._machine import host

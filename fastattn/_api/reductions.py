@@ -19,10 +19,11 @@ from fastattn._call.arguments import (
     per_item,
     promote,
 )
-from fastattn._call.normalize import naming_shapes, normalize_key_weights, normalize_scores
+from fastattn._call.normalize import naming_shapes
 from fastattn._call.options import complete, public, refusing
 from fastattn._call.problem import FLOAT32, MAX_DIM, MAX_ROWS
 from fastattn._call.reductions import ReductionCall, SimilarityCall
+from fastattn._call.scores import normalize_key_weights, normalize_scores
 from fastattn._call.storage import Quantized, native_scale
 from fastattn._machine import host
 from fastattn._machine.device import in_library_of

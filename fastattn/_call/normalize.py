@@ -1,9 +1,10 @@
 """The edge: array_like arguments to a `Problem`.
 
 This and `fastattn._call.arguments` are the one place that raises on them, before any work: how the arguments
-of a call fit together is checked here, what each may be by itself there. What comes out is views: an array is
-converted only when its dtype or byte order is not the one of the computation, and broadcast axes are never
-expanded.
+of a call fit together is checked here, what each may be by itself there. What packed documents, gradients and
+functions of scores have of their own is in `varlen`, `backward` and `scores`. What comes out is views: an
+array is converted only when its dtype or byte order is not the one of the computation, and broadcast axes are
+never expanded.
 
 Arrays on a GPU go through it as `DeviceArray`, in the place of ndarrays: only their shapes and dtypes matter
 here.
@@ -12,7 +13,7 @@ here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from math import gcd, prod, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
@@ -30,7 +31,6 @@ from fastattn._call.arguments import (
     broadcast_scores,
     check_bool,
     check_causal,
-    check_cu_seqlens,
     check_dropout,
     check_finite,
     check_key_lengths,
@@ -40,7 +40,6 @@ from fastattn._call.arguments import (
     check_return_weights,
     check_scale,
     check_window,
-    check_wrt,
     computation_dtypes,
     is_stored,
     is_swapped,
@@ -48,26 +47,23 @@ from fastattn._call.arguments import (
     overlap,
 )
 from fastattn._call.options import DEFAULTS
-from fastattn._call.problem import MAX_DIM, MAX_ROWS, Mod, Problem, mean_over_heads
+from fastattn._call.problem import MAX_DIM, MAX_ROWS, Problem, mean_over_heads
 from fastattn._call.storage import Paged, Quantized, Rows
 from fastattn._machine.device import (
     DeviceArray,
-    as_device_array,
     broadcast_to,
-    host_array,
     in_library_of,
     place,
 )
-from fastattn.biases import Bias, Relative, Sums, Term, arrays_of, is_bias_dtype
+from fastattn.biases import Bias, Term, arrays_of, is_bias_dtype
 from fastattn.masks import base
-from fastattn.masks.map import Band, Block, Documents, Size, bounded, make_intervals
+from fastattn.masks.map import Band, Block, Size, bounded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import ArrayLike
 
-    from fastattn._call.gradients import Backward
     from fastattn._call.options import RowsLike
 
 Arguments = ParamSpec("Arguments")
@@ -113,7 +109,7 @@ class Request(NamedTuple):
         return self._replace(problem=self.problem._replace(lse=lse), results=(self.results[0], lse))
 
 
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
     """Query, key and value as ``(*lead, heads, length, dim)`` views, in the dtype of the computation or in 16
     bits."""
 
@@ -126,7 +122,7 @@ class _Inputs(NamedTuple):
     flat: bool  #: the caller gave matrices: one head without an axis of its own
     swapped: bool  #: the caller's length axis stands before the head axis
 
-    def located(self, lengths: np.ndarray | None) -> _Inputs:
+    def located(self, lengths: np.ndarray | None) -> Inputs:
         """With the addresses of the pages that hold the first `lengths` keys of each item."""
         found: dict[str, Any] = {}
         for name, rows in (("key", self.key), ("value", self.value)):
@@ -179,7 +175,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
         return None
 
 
-def _normalize(
+def as_request(
     query: ArrayLike,
     key: RowsLike,
     value: RowsLike,
@@ -197,198 +193,37 @@ def _normalize(
     """
     options = DEFAULTS | options
     inputs = as_inputs(query, key, value, swapped=is_swapped(options["layout"]))
-    band = _band(inputs, options)
+    band = band_of(inputs, options)
     inputs = inputs.located(None if band is None else band.lengths)
     if band is not None and keep_first:
         band = band._replace(keep_first=keep_first)
-    lowered = _lower(_both(function_mask, _mask(inputs, options)), inputs, band)
-    bias = _bias_of_scores(options["bias"], inputs)
-    return _assemble(inputs, band, lowered, bias, options, may_fail)
+    lowered = lowered_for(both(function_mask, mask_given(inputs, options)), inputs, band)
+    bias = bias_of_scores(options["bias"], inputs)
+    return assemble(inputs, band, lowered, bias, options, may_fail)
 
 
-normalize = naming_shapes(_normalize)
-
-
-@partial(naming_shapes, names=("query", "key"))
-def normalize_scores(
-    query: ArrayLike, key: RowsLike, options: dict[str, Any], *, columns: int = 0
-) -> Request:
-    """The arguments of a function of scores alone, as a call with values of so many columns of zeros."""
-    return _normalize(*_with_zeros(query, key, columns), options)
-
-
-def _with_zeros(query: ArrayLike, key: RowsLike, columns: int) -> tuple[np.ndarray, Any, np.ndarray]:
-    """Query and key on the host, and values of zeros. Their dtype decides nothing: with any other it promotes
-    to that of the computation."""
-    q, k = host_array(as_array(query, "query"), "query"), as_rows(key, "key")
-    if not isinstance(k, Rows):
-        key = k = host_array(k, "key")
-    return q, key, np.broadcast_to(np.float32(0), (*k.shape[:-1], columns))
-
-
-def normalize_key_weights(
-    query: ArrayLike, key: ArrayLike, options: dict[str, Any], request: Request
-) -> Backward:
-    """The gradient of values of one column that is the sum of the weights, where `request` gives the lse."""
-    out, lse = request.results
-    ones, zeros = (np.broadcast_to(np.float32(x), out.shape) for x in (1, 0))
-    arrays = _with_zeros(query, key, 1)
-    asked = DEFAULTS | options | {"wrt": ("value",)}
-    return normalize_backward(*arrays, asked, grad_out=ones, out=zeros, lse=lse)
+normalize = naming_shapes(as_request)
 
 
 def _outline(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, options: dict[str, Any]
-) -> tuple[_Inputs, masks.Mask | None, Band | None, float, float | None]:
+) -> tuple[Inputs, masks.Mask | None, Band | None, float, float | None]:
     """What `normalize` checks, without room for results: sizes and dtypes, mask, band, scale and soft-cap.
 
     An array of strides of 0, of the same shape and dtype, may take the place of one that is not there yet.
     """
     options = DEFAULTS | options
     inputs = as_inputs(query, key, value, swapped=is_swapped(options["layout"]))
-    band = _band(inputs, options)
-    mask = _mask(inputs, options)
+    band = band_of(inputs, options)
+    mask = mask_given(inputs, options)
     if mask is not None:
         mask._bind(Block(*inputs.sizes, whole=inputs.sizes[2:]))
-    _bias_of_scores(options["bias"], inputs)
-    numbers = _numbers(inputs, options)
+    bias_of_scores(options["bias"], inputs)
+    numbers = numbers_of(inputs, options)
     return inputs, mask, band, numbers["scale"], numbers["softcap"]
 
 
 outline = naming_shapes(_outline)
-
-
-@naming_shapes
-def normalize_backward(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    options: dict[str, Any],
-    *,
-    grad_out: ArrayLike,
-    out: ArrayLike,
-    lse: ArrayLike,
-    cu_seqlens: tuple[ArrayLike, ArrayLike | None] | None = None,
-    function_mask: masks.Mask | None = None,
-    score_mod: Mod | None = None,
-) -> Backward:
-    """The arguments of `attention_backward` as a `Backward`, with `cu_seqlens` those of
-    `varlen_attention_backward`; see there for what they mean and what is raised.
-
-    With `function_mask`, as of `_normalize`, and `score_mod` those of `flex_attention_backward`.
-    """
-    from fastattn._call.gradients import DIFFERENTIABLE, Backward  # no part of an import of the package
-
-    arrays = [as_array(x, name) for x, name in named(query, key, value)]
-    others = {"grad_out": grad_out, "out": out, "lse": lse}
-    others |= {name: options[name] for name in ("grad_lse", "sinks")}
-    parts = bias_parts(options["bias"])
-    others |= {name: part for name, part in parts if not isinstance(part, Bias)}
-    for x, name in (*named(*arrays), *((x, name) for name, x in others.items())):
-        if (array := as_device_array(x, name)) is not None:
-            raise TypeError(
-                f"{name} is on {place(array)}, and gradients are computed on the host: copy it there"
-            )
-    band: Band | None = None
-    if cu_seqlens is None:
-        inputs = as_inputs(*arrays, swapped=is_swapped(options["layout"]))
-        band = _band(inputs, options)
-        lowered = _lower(_both(function_mask, _mask(inputs, options)), inputs, band)
-    else:
-        q, k, v = arrays
-        inputs, lowered = _packed(q, k, v, options, *cu_seqlens)
-    grad_lse = options["grad_lse"]
-    bias = _bias_of_scores(options["bias"], inputs)
-    numbers = _numbers(inputs, options)
-    _, rows = _result_shapes(inputs)
-
-    def sums(given: ArrayLike, name: str) -> np.ndarray:
-        array = np.ascontiguousarray(as_shape(given, name, rows), inputs.dtype)
-        return array[None] if inputs.flat else array
-
-    results = as_result(out, "out", inputs), None, None
-    problem = _problem(inputs, results, band, lowered, bias, numbers | {"score_mod": score_mod})
-    of_aux = ("aux",) if "aux" in options else ()
-    names = check_wrt(options["wrt"], DIFFERENTIABLE + of_aux)
-    is_given = {"bias": bool(parts), "sinks": problem.sinks is not None, "aux": bool(options.get("aux"))}
-    for name in names:
-        if not is_given.get(name, True):
-            raise ValueError(f"wrt names {name}, which is not given")
-    return Backward(
-        problem=problem,
-        lse=sums(lse, "lse"),
-        grad_out=as_result(grad_out, "grad_out", inputs),
-        grad_lse=None if grad_lse is None else sums(grad_lse, "grad_lse"),
-        wrt=frozenset(names),
-        bias=tuple(_sums_of_gradient(part, inputs) for _, part in parts),
-        query_factors=numbers["scale"] if isinstance(numbers["scale"], np.ndarray) else None,
-    )
-
-
-@naming_shapes
-def normalize_varlen(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    options: dict[str, Any],
-    cu_seqlens_q: ArrayLike,
-    cu_seqlens_k: ArrayLike | None,
-) -> Request:
-    """The arguments of `varlen_attention` as a `Request`; see there for what they mean and what is raised."""
-    options = DEFAULTS | options
-    inputs, lowered = _packed(query, key, value, options, cu_seqlens_q, cu_seqlens_k)
-    return _assemble(inputs, None, lowered, _bias_of_scores(options["bias"], inputs), options)
-
-
-def _packed(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    options: dict[str, Any],
-    cu_seqlens_q: ArrayLike,
-    cu_seqlens_k: ArrayLike | None,
-) -> tuple[_Inputs, base.Lowered]:
-    """Packed documents as one problem, each of whose queries reads keys of its document alone."""
-    arrays = [as_array(x, name) for x, name in named(query, key, value)]
-    for array, name in named(*arrays):
-        if array.ndim != 3:
-            raise ValueError(f"{name} must have shape (T, heads, dim), got {array.shape}")
-    inputs = as_inputs(*arrays, swapped=True)
-    _, _, L, S = inputs.sizes
-    starts_q = check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", L)
-    starts_k = starts_q
-    if cu_seqlens_k is not None:
-        starts_k = check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", S)
-    elif S != L:
-        raise ValueError("cu_seqlens_k is needed where key has another length than query")
-    if len(starts_q) != len(starts_k):
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must have the same length, "
-            f"got {len(starts_q)} and {len(starts_k)}"
-        )
-    lengths_q, lengths_k = np.diff(starts_q), np.diff(starts_k)
-    causal = check_causal(options["causal"])
-    if causal is True and (differ := np.flatnonzero(lengths_q != lengths_k)).size:
-        d = differ[0]
-        raise ValueError(
-            f"causal=True needs as many keys as queries in each document, got {lengths_q[d]} queries and "
-            f'{lengths_k[d]} keys in document {d}; say causal="top_left" or causal="bottom_right"'
-        )
-    document = np.repeat(np.arange(len(lengths_q)), lengths_q)
-    first, last = starts_k[document], starts_k[document + 1]
-    queries = first + (np.arange(L) - starts_q[document])
-    at_end = (lengths_k - lengths_q)[document]
-    left, right, is_at_end = _reach(causal, check_window(options["window"]))
-    position = queries + at_end if is_at_end else queries
-    start, stop = np.maximum(position - left, first), np.minimum(position + (right + 1), last)
-    keys = make_intervals(start, stop, S)
-    has_relative = any(isinstance(part, Relative) for _, part in bias_parts(options["bias"]))
-    if has_relative and not np.array_equal(starts_q, starts_k):
-        raise ValueError("bias: an object needs as many keys as queries in each document; give an array")
-    mask, lowered = _mask(inputs, options), base.Lowered(keys.start, keys.stop)
-    if mask is not None:
-        lowered = base.lower(mask, *inputs.sizes, documents=Documents(keys, first, queries, at_end))
-    return inputs, lowered
 
 
 @naming_shapes
@@ -415,7 +250,7 @@ def normalize_sdpa(
     inputs = as_inputs(q, k, v, swapped=False)
     lead, H, L, S = inputs.sizes
     attn_mask, options = options["mask"], DEFAULTS | options
-    band = _band(inputs, options)
+    band = band_of(inputs, options)
     mask: masks.Mask | None = None
     bias: tuple[Term, ...] = ()
     if attn_mask is not None:
@@ -432,7 +267,7 @@ def normalize_sdpa(
             mask = masks.Dense(array)
         else:
             bias = (array,)
-    return _assemble(inputs, band, _lower(mask, inputs, band), bias, options)
+    return assemble(inputs, band, lowered_for(mask, inputs, band), bias, options)
 
 
 # What shapes that do not fit may be ----------------------------------------------------------------
@@ -488,7 +323,7 @@ def _fits_unsplit(shapes: Sequence[Any], options: dict[str, Any]) -> bool:
 # Query, key and value ------------------------------------------------------------------------------
 
 
-def as_inputs(query: ArrayLike, key: RowsLike, value: RowsLike, *, swapped: bool) -> _Inputs:
+def as_inputs(query: ArrayLike, key: RowsLike, value: RowsLike, *, swapped: bool) -> Inputs:
     q: Any = as_array(query, "query")
     k: Any = as_rows(key, "key")
     v: Any = as_rows(value, "value")
@@ -537,7 +372,7 @@ def as_inputs(query: ArrayLike, key: RowsLike, value: RowsLike, *, swapped: bool
             for array, name in named(q, k, v)
         )
     sizes = Size(q.shape[:-3], H, q.shape[-2], S)
-    inputs = _Inputs(q, k, v, dtype, result, sizes, flat=min(ranks) == 2, swapped=swapped)
+    inputs = Inputs(q, k, v, dtype, result, sizes, flat=min(ranks) == 2, swapped=swapped)
     _check_sizes(inputs)
     return inputs
 
@@ -549,7 +384,7 @@ def _swapped(array: np.ndarray | Rows, given: Any) -> np.ndarray | Rows:
     return array if array is given else array.swapped()
 
 
-def _check_sizes(inputs: _Inputs) -> None:
+def _check_sizes(inputs: Inputs) -> None:
     """ValueError where a size is beyond what any backend counts with; see `fastattn._call.problem`."""
     lead, H, L, S = inputs.sizes
     for name, array in (("query and key", inputs.query), ("value", inputs.value)):
@@ -580,22 +415,22 @@ def _matched_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndar
 # Masks and bias ------------------------------------------------------------------------------------
 
 
-def _mask(inputs: _Inputs, options: dict[str, Any]) -> masks.Mask | None:
+def mask_given(inputs: Inputs, options: dict[str, Any]) -> masks.Mask | None:
     return None if options["mask"] is None else as_mask(options["mask"], inputs.flat)
 
 
-def _both(one: masks.Mask | None, other: masks.Mask | None) -> masks.Mask | None:
+def both(one: masks.Mask | None, other: masks.Mask | None) -> masks.Mask | None:
     return other if one is None else one if other is None else one & other
 
 
-def _lower(mask: masks.Mask | None, inputs: _Inputs, band: Band | None) -> base.Lowered:
+def lowered_for(mask: masks.Mask | None, inputs: Inputs, band: Band | None) -> base.Lowered:
     """The mask for this problem. Mask maps are kept for other calls, so that no array decides on them."""
     if mask is None:
         return base.Lowered()
     return base.lower(mask, *inputs.sizes, None if band is None or band.lengths is not None else band)
 
 
-def _band(inputs: _Inputs, options: dict[str, Any]) -> Band | None:
+def band_of(inputs: Inputs, options: dict[str, Any]) -> Band | None:
     """What `causal`, `window` and `key_lengths` leave of each row, or None for all of it."""
     causal, window = check_causal(options["causal"]), check_window(options["window"])
     key_lengths = options["key_lengths"]
@@ -608,25 +443,17 @@ def _band(inputs: _Inputs, options: dict[str, Any]) -> Band | None:
             f'j <= i) or causal="bottom_right" (the last query reads up to the last key)'
         )
     lengths = None if key_lengths is None else np.broadcast_to(check_key_lengths(key_lengths, lead, S), lead)
-    return Band(*_reach(causal, window), lengths)
+    return Band(*reach(causal, window), lengths)
 
 
-def _reach(causal: bool | str, window: tuple[int | None, int | None] | None) -> tuple[int, int, bool]:
+def reach(causal: bool | str, window: tuple[int | None, int | None] | None) -> tuple[int, int, bool]:
     """``left, right, at_end`` of a `Band`; a window alone is aligned as ``causal="bottom_right"`` is."""
     left, right = map(bounded, window or (None, None))
     at_end = causal == "bottom_right" or (causal is False and window is not None)
     return left, right if causal is False else 0, at_end
 
 
-def _sums_of_gradient(part: ArrayLike | Bias, inputs: _Inputs) -> Sums:
-    """What the gradient of a part of the bias is made of."""
-    if isinstance(part, Bias):
-        return part._sums(inputs.sizes)
-    shape = np.shape(as_array(part, "bias"))
-    return Sums((1,) * (inputs.query.ndim - len(shape)) + shape)
-
-
-def _bias_of_scores(bias: Any, inputs: _Inputs) -> tuple[Term, ...]:
+def bias_of_scores(bias: Any, inputs: Inputs) -> tuple[Term, ...]:
     """The terms of a bias, as views of the shape of the scores."""
     if bias is None:
         return ()
@@ -648,8 +475,8 @@ def _bias_of_scores(bias: Any, inputs: _Inputs) -> tuple[Term, ...]:
 # Numbers, sinks and results ------------------------------------------------------------------------
 
 
-def _assemble(
-    inputs: _Inputs,
+def assemble(
+    inputs: Inputs,
     band: Band | None,
     lowered: base.Lowered,
     bias: tuple[Term, ...],
@@ -657,7 +484,7 @@ def _assemble(
     may_fail: bool = False,
 ) -> Request:
     """Checks the remaining options, and makes room for the results."""
-    numbers = _numbers(inputs, options)
+    numbers = numbers_of(inputs, options)
     return_lse, return_weights = options["return_lse"], check_return_weights(options["return_weights"])
     check_bool(return_lse, "return_lse")
     of_bias = [array for term in bias for array in arrays_of(term)]
@@ -665,7 +492,7 @@ def _assemble(
     reads |= {"mask": lowered.dense, "sinks": numbers["sinks"]}
     out, staged, target = room_for_out(inputs, options["out"], reads, may_fail)
     query, dtype, flat = inputs.query, inputs.dtype, inputs.flat
-    _, rows = _result_shapes(inputs)
+    _, rows = result_shapes(inputs)
     lse = _empty(rows, dtype, query, "the lse") if return_lse else None
     mean_dtype, weights = inputs.result if return_weights == "mean" and not flat else None, None
     if return_weights:
@@ -676,12 +503,12 @@ def _assemble(
         results = (*results, weights)
     if flat:
         lse, weights = (None if array is None else array[None] for array in (lse, weights))
-    problem = _problem(inputs, (target, lse, weights), band, lowered, bias, numbers)
+    problem = as_problem(inputs, (target, lse, weights), band, lowered, bias, numbers)
     return Request(problem._replace(mean_dtype=mean_dtype), results, staged, inputs.swapped)
 
 
 def room_for_out(
-    inputs: _Inputs, out: Any, reads: Mapping[str, Any], may_fail: bool = False
+    inputs: Inputs, out: Any, reads: Mapping[str, Any], may_fail: bool = False
 ) -> tuple[Any, np.ndarray | None, Any]:
     """The result as the caller gets it, `out` if that is given; what is filled in its place, where it is read
     as well or must not be written to if the work fails; and that which is filled as
@@ -690,7 +517,7 @@ def room_for_out(
     `reads` are the arrays by name that are read beside query, key and value, or None.
     """
     q, k, v, dtype, result, *_ = inputs
-    shape, _ = _result_shapes(inputs)
+    shape, _ = result_shapes(inputs)
     if out is not None:
         out = check_out(out, shape, result, dtype)
     read = [q, *reads.values()]
@@ -708,24 +535,24 @@ def room_for_out(
     return out, staged, _with_heads(out if staged is None else staged, inputs)
 
 
-def as_result(given: ArrayLike, name: str, inputs: _Inputs) -> np.ndarray:
+def as_result(given: ArrayLike, name: str, inputs: Inputs) -> np.ndarray:
     """An array that has the shape of the result, as ``(*lead, heads, length, dim)``, in the dtype of the
     computation or in 16 bits."""
-    array: Any = as_shape(given, name, _result_shapes(inputs)[0])
+    array: Any = as_shape(given, name, result_shapes(inputs)[0])
     if not is_stored(array):
         array = as_dtype(array, inputs.dtype, name)
     return _with_heads(array, inputs)
 
 
-def _with_heads(array: Any, inputs: _Inputs) -> Any:
+def _with_heads(array: Any, inputs: Inputs) -> Any:
     """A result in the caller's shape as ``(*lead, heads, length, dim)``."""
     if inputs.flat:
         return array[None]
     return array.swapaxes(-3, -2) if inputs.swapped else array
 
 
-def _problem(
-    inputs: _Inputs,
+def as_problem(
+    inputs: Inputs,
     results: tuple[Any, Any, Any],
     band: Band | None,
     lowered: base.Lowered,
@@ -756,7 +583,7 @@ def _times(query: np.ndarray, factors: np.ndarray) -> np.ndarray:
     return np.broadcast_to(product, query.shape)
 
 
-def _numbers(inputs: _Inputs, options: dict[str, Any]) -> dict[str, Any]:
+def numbers_of(inputs: Inputs, options: dict[str, Any]) -> dict[str, Any]:
     """The options that a `Problem` has under their names, checked: scale, soft-cap, sinks and dropout."""
     scale, softcap, sinks = options["scale"], options["softcap"], options["sinks"]
     H = inputs.sizes.H
@@ -775,7 +602,7 @@ def _numbers(inputs: _Inputs, options: dict[str, Any]) -> dict[str, Any]:
     return {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
 
 
-def _result_shapes(inputs: _Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def result_shapes(inputs: Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of out and lse as the caller sees them."""
     lead, H, L, _ = inputs.sizes
     E = inputs.value.shape[-1]

@@ -1,5 +1,5 @@
 """What is written in C alone: the micro-kernels on every instruction set, under the sanitizers and as a NEON
-build; threads on cores, and the jobs of a BLAS on threads.
+build; the pool of threads, threads on cores, and the jobs of a BLAS on threads.
 
 `tests/kernels/run` does the work and can be run by itself.
 """
@@ -19,7 +19,11 @@ import pytest
 from fastattn._machine import constants
 from tests.conftest import ISAS
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="needs bash and mprotect")]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs bash and mprotect")
+
+on_linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="threads have no affinity elsewhere"
+)
 
 RUN = Path(__file__).parent / "kernels" / "run"
 COMPILER = os.environ.get("CC", "gcc")
@@ -69,32 +73,60 @@ def require(*tools: str) -> None:
             pytest.skip(f"{tool} is not installed")
 
 
+@pytest.mark.slow
 def test_native() -> None:
     require(COMPILER)
     assert passed("native") >= of_this_machine() | emulated()
 
 
-def test_sanitizers(tmp_path: Path) -> None:
-    require(COMPILER)
-    program = tmp_path / "program"
-    build = [COMPILER, "-fsanitize=address,undefined", "-x", "c", "-", "-o", program]
+def require_sanitizers(names: str, folder: Path) -> None:
+    program = folder / "program"
+    build = [COMPILER, f"-fsanitize={names}", "-x", "c", "-", "-o", program]
     compiled = subprocess.run(build, input="int main(void) { return 0; }", text=True, capture_output=True)
     if compiled.returncode != 0 or subprocess.run([program], capture_output=True).returncode != 0:
-        pytest.skip(f"{COMPILER} builds no program that runs with AddressSanitizer and UBSan")
+        pytest.skip(f"{COMPILER} builds no program that runs with the sanitizers {names}")
+
+
+@pytest.mark.slow
+def test_sanitizers(tmp_path: Path) -> None:
+    require(COMPILER)
+    require_sanitizers("address,undefined", tmp_path)
     assert passed("sanitize") >= of_this_machine() | emulated()
 
 
+@pytest.mark.slow
 def test_neon_under_qemu() -> None:
     require(*CROSS_TOOLS)
     assert passed("neon") == both_types("neon")
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads have no affinity elsewhere")
+def checked(mode: str) -> list[str]:
+    """The programs whose checks in this mode all passed."""
+    return re.findall(r"^(\w+): [1-9]\d* checks, 0 failed", printed(mode), re.MULTILINE)
+
+
+@on_linux
+def test_pool() -> None:
+    require(COMPILER)
+    assert checked("pool") == ["placement", "pool"]
+
+
+@pytest.mark.slow
+@on_linux
 def test_threads() -> None:
     require(COMPILER)
-    assert re.findall(r"^(\w+): [1-9]\d* checks, 0 failed", printed("threads"), re.M) == ["spread", "blas"]
+    assert checked("threads") == ["placement", "pool", "pool", "spread", "blas"]
 
 
+@pytest.mark.slow
+@on_linux
+def test_races(tmp_path: Path) -> None:
+    require(COMPILER, os.environ.get("VALGRIND", "valgrind"))
+    require_sanitizers("thread", tmp_path)
+    assert checked("races") == ["pool", "pool"]
+
+
+@pytest.mark.slow
 class TestBuiltByZig:
     """For other systems, by the package ziglang; what runs here is run."""
 

@@ -65,7 +65,7 @@
 
 /* What tests do to the pool: refuse to create threads, and hold workers that have not begun. */
 static int may_create = 1 << 30; /* threads */
-static int refusals, attempts_refused, is_held, n_held;
+static int refusals, attempts_refused, is_held, n_held, is_slow;
 
 static int refuses(void) {
     if (__atomic_load_n(&refusals, __ATOMIC_SEQ_CST) > 0) {
@@ -77,8 +77,11 @@ static int refuses(void) {
 }
 
 static void pause_briefly(void);
+static void busy_for(int64_t duration);
 
 static void hold(void) {
+    if (__atomic_load_n(&is_slow, __ATOMIC_SEQ_CST))
+        busy_for(5000);
     if (!__atomic_load_n(&is_held, __ATOMIC_SEQ_CST))
         return;
     __atomic_fetch_add(&n_held, 1, __ATOMIC_SEQ_CST);
@@ -324,8 +327,10 @@ static void test_no_wake_up_is_lost(void) {
     uint64_t state = 7;
     for (int n = 0; n < times(3000); n++) {
         run_jobs(2 + n % 3, 4);
+        set(&is_slow, n % 2);
         busy_for(random_below(&state, 2 * SPIN_NANOSECONDS));
     }
+    set(&is_slow, 0);
     CHECK_NOTHING_WRONG();
 }
 
@@ -520,7 +525,7 @@ static void test_abort(void) {
     close(ends[0]);
 }
 
-/* Signals, name and affinity of workers; jobs that wait for each other, so that each has a thread. */
+/* Signals and names of workers; the caller's signals stay as they are. */
 static void look_at_worker(void *caller, int thread, int num_threads) {
     sigset_t blocked;
     do_job(caller, thread, num_threads);
@@ -534,7 +539,7 @@ static void look_at_worker(void *caller, int thread, int num_threads) {
 #endif
 }
 
-static void test_workers(void) {
+static void test_new_workers(void) {
     sigset_t before, after;
     jobs all = {.num_threads = 12, .group = 12};
     pthread_sigmask(SIG_SETMASK, NULL, &before);
@@ -589,6 +594,31 @@ static void test_affinity(void) {
 
 #endif
 
+static void (*const tests[])(void) = {
+#ifndef _WIN32
+    test_new_workers,
+#endif
+    test_counts,
+    test_nested,
+    test_jobs,
+    test_no_wake_up_is_lost,
+    test_changed_limits,
+    test_late_workers,
+    test_jobs_of_late_workers,
+    test_refused_threads,
+    test_callers_at_once,
+#ifndef _WIN32
+    test_abort,
+#ifndef WITHOUT_FORKS /* qemu-user 7.2 has no threads in forked children */
+    test_forks,
+    test_exits,
+#endif
+#endif
+#ifdef __linux__
+    test_affinity,
+#endif
+};
+
 int main(int n_arguments, char **arguments) {
     static test_thread last;
     static int never = 0;
@@ -597,26 +627,10 @@ int main(int n_arguments, char **arguments) {
     alarm(600); /* a worker that is never woken is a hang */
 #endif
     CHECK(fastattn_pool_size() == 0);
-    test_counts();
-    test_nested();
-    test_jobs();
-    test_no_wake_up_is_lost();
-    test_changed_limits();
-    test_late_workers();
-    test_jobs_of_late_workers();
-    test_refused_threads();
-    test_callers_at_once();
-#ifndef _WIN32
-    test_workers();
-    test_abort();
-#ifndef WITHOUT_FORKS /* qemu-user 7.2 has no threads in forked children */
-    test_forks();
-    test_exits();
-#endif
-#endif
-#ifdef __linux__
-    test_affinity();
-#endif
+    for (size_t n = 0; n < sizeof tests / sizeof *tests; n++) {
+        tests[n]();
+        CHECK(pool.n_active == 0);
+    }
     start(&last, call_until, &never); /* this process ends with calls in flight, too */
     pause_briefly();
     printf("pool: %d checks, %d failed\n", checks, failures);

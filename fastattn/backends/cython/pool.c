@@ -78,7 +78,7 @@ typedef pthread_cond_t condition;
 #include <sys/syscall.h>
 #endif
 
-/* Tests hold workers here, which have seen a region but not begun it. */
+/* Tests hold workers here, which are about to fall asleep, or have seen a region but not begun it. */
 #ifndef FASTATTN_POOL_HOOK
 #define FASTATTN_POOL_HOOK()
 #endif
@@ -381,6 +381,7 @@ static void run_worker(worker *w) {
         region *r;
         if (spins)
             spin_while(w, IDLE);
+        FASTATTN_POOL_HOOK();
         change(w, IDLE, ASLEEP);
         sleep_while(w, ASLEEP);
         FASTATTN_POOL_HOOK();

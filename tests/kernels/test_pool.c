@@ -250,29 +250,32 @@ static void run_indices(int num_threads, int depth) {
         EXPECT(all.done[n] == 1);
 }
 
-/* Jobs that wait until a group of them has arrived. */
+/* Jobs that wait until all of their group have arrived. */
 typedef struct {
-    int num_threads, group, arrived[64], done[64];
+    int num_threads, group, shift; /* shift: by how many jobs the first group is smaller */
+    int arrived[64], done[64];
 } jobs;
 
 static void do_job(void *argument, int thread, int num_threads) {
     jobs *all = argument;
-    int *arrived = &all->arrived[thread / all->group];
-    const int first = thread / all->group * all->group;
-    const int n_jobs = num_threads - first < all->group ? num_threads - first : all->group;
+    const int number = (thread + all->shift) / all->group;
+    const int first = number * all->group - all->shift, stop = first + all->group;
+    const int n_jobs = (stop < num_threads ? stop : num_threads) - (first > 0 ? first : 0);
     EXPECT(num_threads == all->num_threads && thread >= 0 && thread < num_threads);
-    count(arrived);
-    while (get(arrived) < n_jobs)
+    count(&all->arrived[number]);
+    while (get(&all->arrived[number]) < n_jobs)
         fastattn_yield();
     all->done[thread]++;
 }
 
-static void run_jobs(int num_threads, int group) {
-    jobs all = {.num_threads = num_threads, .group = group};
+static void run_jobs_of(int num_threads, int group, int shift) {
+    jobs all = {.num_threads = num_threads, .group = group, .shift = shift};
     fastattn_pool_run_all(do_job, &all, num_threads);
     for (int n = 0; n < 64; n++)
         EXPECT(all.done[n] == (n < num_threads));
 }
+
+static void run_jobs(int num_threads, int group) { run_jobs_of(num_threads, group, 0); }
 
 /* ------------------------------------------------------------------ tests */
 
@@ -295,8 +298,10 @@ static void test_nested(void) {
 static void test_jobs(void) {
     for (int repeat = 0; repeat < times(20); repeat++)
         for (int n = 1; n <= 16; n++)
-            for (int group = 1; group <= n; group += 1 + group / 2)
+            for (int group = 1; group <= n; group += 1 + group / 2) {
                 run_jobs(n, group);
+                run_jobs_of(n, group, group - 1); /* the caller's job waits for none */
+            }
     CHECK_NOTHING_WRONG();
 }
 
@@ -305,7 +310,7 @@ static void call_often(void *seed) {
     for (int n = 0; n < times(300); n++) {
         const int num_threads = 1 + random_below(&state, 8);
         switch (random_below(&state, 4)) {
-        case 0: run_jobs(num_threads, 1 + random_below(&state, num_threads)); break;
+        case 0: run_jobs_of(num_threads, 4, random_below(&state, 4)); break;
         case 1: run_indices(num_threads, 1); break;
         default: run_indices(num_threads, 0);
         }
@@ -326,7 +331,7 @@ static void test_callers_at_once(void) {
 static void test_no_wake_up_is_lost(void) {
     uint64_t state = 7;
     for (int n = 0; n < times(3000); n++) {
-        run_jobs(2 + n % 3, 4);
+        run_jobs_of(2 + n % 7, 4, n % 4);
         set(&is_slow, n % 2);
         busy_for(random_below(&state, 2 * SPIN_NANOSECONDS));
     }

@@ -7,7 +7,7 @@
  * No wake-up is lost. A worker sleeps only while its state is ASLEEP, a caller only while it is AWAITED; both the futex
  * and the condition compare the state after the sleeper is known to `wake`. Whoever replaces one of the two by another
  * value calls `wake` afterwards, or has it called: the workers that a caller finds asleep are in the region's list, each
- * participant wakes two of them before its own work, so the list becomes empty. Only a caller that ends the region first
+ * participant wakes two of them before it works, so the list becomes empty. Only a caller that ends the region first
  * leaves some there, and it sets their states back to ASLEEP. A wake-up for nothing is harmless, as states are read again.
  *
  * Regions are on their callers' stacks. A worker reads its region only between its change to BEGUN and its exchange
@@ -334,8 +334,8 @@ static void place_caller(region *r) {
 /* ------------------------------------------------------------------ workers */
 
 /* Wakes two sleeping workers of the region, which wake the next: 64 threads are awake after 6 steps, and a slow one does
- * not hold up all others. The list only ever loses its first worker, and no worker leaves the region before the calling
- * participant does. */
+ * not hold up all others. The calling participant keeps all of the region's workers in it, and none enters the list
+ * twice: what the list begins with cannot go and come back between load and exchange. */
 static void wake_two(region *r) {
     for (int n = 0; n < 2; n++) {
         worker *w = __atomic_load_n(&r->asleep, __ATOMIC_ACQUIRE);
@@ -544,14 +544,15 @@ static int gather(region *r, int is_first_attempt) {
 
 /* Ends the region; returns how many threads took part. */
 static int finish(region *r) {
-    int n_threads = r->num_threads < r->n_taken + 1 ? r->num_threads : r->n_taken + 1;
+    int n_threads = r->n_taken + 1;
     worker *w;
     for (w = r->first; w != NULL; w = w->next)
         if (change(w, HANDED, w->was_asleep ? ASLEEP : IDLE)) {
-            if (r->needs_all) /* those that others wait for run, or have workers that will begin, or are run here */
+            n_threads--;
+            if (r->needs_all) { /* as the worker would have done; those after it still have theirs */
+                wake_two(r);
                 r->work(r->argument, w->thread, r->num_threads);
-            else
-                n_threads--;
+            }
         }
     caller_is_done(r);
     for (w = r->first; w != NULL; w = w->next) {

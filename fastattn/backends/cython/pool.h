@@ -19,8 +19,9 @@ typedef void (*fastattn_work)(void *argument, int thread, int num_threads);
  * not begun when the caller's own work is done never does. */
 int fastattn_pool_run(fastattn_work work, void *argument, int num_threads);
 
-/* Runs `work` on exactly num_threads threads at once, for jobs that wait for each other. If a thread cannot be created
- * for 10 s, the process is aborted, as OpenMP and OpenBLAS do. */
+/* Runs `work` for each of num_threads numbers, for jobs that wait for each other: a job has a thread, whatever the others
+ * do. Those that no worker has begun when the caller's own is done, the caller runs, one after the other. If a thread
+ * cannot be created for 10 s, the process is aborted, as OpenMP and OpenBLAS do. */
 void fastattn_pool_run_all(fastattn_work work, void *argument, int num_threads);
 
 /* How many workers exist. */

@@ -159,7 +159,7 @@ static int random_below(uint64_t *state, int n) {
 static void busy_for(int64_t duration) {
     const int64_t stop = nanoseconds() + duration;
     while (nanoseconds() < stop)
-        fastattn_pause();
+        FASTATTN_PAUSE();
 }
 
 /* ------------------------------------------------------------------ threads of the tests' own */

@@ -73,9 +73,9 @@ typedef pthread_cond_t condition;
 #endif
 
 #ifdef __linux__
-#include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
+enum { FUTEX_WAIT_OWN = 128, FUTEX_WAKE_OWN = 129 }; /* ..._PRIVATE of linux/futex.h, which musl comes without */
 #endif
 
 /* Tests hold workers here, which are about to fall asleep, or have seen a region but not begun it. */
@@ -150,11 +150,11 @@ static int replace(worker *w, int to) { return __atomic_exchange_n(&w->state, to
 
 static void sleep_while(worker *w, int state) {
     while (state_of(w) == state)
-        syscall(SYS_futex, &w->state, FUTEX_WAIT_PRIVATE, state, NULL, NULL, 0);
+        syscall(SYS_futex, &w->state, FUTEX_WAIT_OWN, state, NULL, NULL, 0);
 }
 
 /* The caller and the worker never sleep at once. */
-static void wake(worker *w) { syscall(SYS_futex, &w->state, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0); }
+static void wake(worker *w) { syscall(SYS_futex, &w->state, FUTEX_WAKE_OWN, 1, NULL, NULL, 0); }
 
 #else
 
@@ -192,7 +192,7 @@ static void spin_while(const worker *w, int state) {
         for (int n = 0; n < 16; n++) {
             if (state_of(w) != state)
                 return;
-            fastattn_pause();
+            FASTATTN_PAUSE();
         }
     } while (nanoseconds() < stop);
 }

@@ -16,20 +16,20 @@
 #endif
 
 /* Tells the core that the thread busy-waits. */
-static inline void fastattn_pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
+#define FASTATTN_PAUSE() __builtin_ia32_pause()
 #elif defined(__aarch64__)
-    __asm__ volatile("yield");
+#define FASTATTN_PAUSE() __asm__ volatile("yield")
+#else
+#define FASTATTN_PAUSE() (void)0
 #endif
-}
 
 /* Waits until the turn is `number`, and sees what was written before it was passed. Whoever has it now runs, so the wait
  * is short; where that thread lost its core, this one gives up its own. */
 static inline void fastattn_wait_for_turn(int64_t *turn, int64_t number) {
     for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != number; spins++) {
         if (spins >= 1 << 10) fastattn_yield();
-        fastattn_pause();
+        FASTATTN_PAUSE();
     }
 }
 

@@ -12,9 +12,7 @@ import runpy
 import shutil
 import sys
 import sysconfig
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from textwrap import shorten
@@ -23,7 +21,7 @@ import numpy as np
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CCompilerError, CompileError, ExecError, LinkError, PlatformError
+from setuptools.errors import CCompilerError, CompileError, ExecError, PlatformError
 from setuptools.modified import newer_group
 
 INCLUDE = Path("fastattn", "include")
@@ -63,7 +61,7 @@ FOR_ALL = ["setup.py", str(TABLES)]  # flags
 VECTORS, EXTENDED = CONSTANTS["VECTORS"], CONSTANTS["EXTENDED"]
 
 # Windows: MSVC has no vector types, and gcc does not align vectors that it spills to the stack (bug 54412),
-# which leaves clang: that of the package ziglang, which comes without OpenMP, or CC.
+# which leaves clang: that of the package ziglang, or CC.
 ZIG_TARGETS = {"win-amd64": "x86_64-windows-gnu", "win-arm64": "aarch64-windows-gnu"}
 
 IS_ABI3 = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -115,8 +113,7 @@ class BuildKernels(build_ext):
             shutil.copy2(present, target)
             return
         if ext.name in PER_ISA:
-            ext.extra_compile_args += [*BUILD_FLAGS, *self.openmp]
-            ext.extra_link_args += self.openmp
+            ext.extra_compile_args += BUILD_FLAGS
             self.add_objects(ext)
         super().build_extension(ext)
 
@@ -149,24 +146,6 @@ class BuildKernels(build_ext):
             extra_preargs=[*BUILD_FLAGS, *flags],
             depends=ext.depends,
         )
-
-    @cached_property
-    def openmp(self):
-        return self.first_that_compiles([["-fopenmp"], ["-Xpreprocessor", "-fopenmp", "-lomp"], []])
-
-    def first_that_compiles(self, candidates):
-        """The first list of flags with which an OpenMP program compiles and links; the last needs none."""
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder, "openmp.c")
-            source.write_text("#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n")
-            for flags in candidates[:-1]:
-                try:
-                    objects = self.compiler.compile([str(source)], output_dir=folder, extra_preargs=flags)
-                    self.compiler.link_executable(objects, str(Path(folder, "openmp")), extra_preargs=flags)
-                except (CompileError, LinkError):
-                    continue
-                return flags
-        return candidates[-1]
 
 
 def flags_of(machine):
@@ -203,7 +182,7 @@ setup(
             Extension(
                 "fastattn.backends.cython.driver",
                 [
-                    *(str(SOURCE / name) for name in ("driver.pyx", "spread.c", "blas.c")),
+                    *(str(SOURCE / name) for name in ("driver.pyx", "pool.c", "blas.c")),
                     str(KERNELS / "dispatch.c"),
                 ],
                 include_dirs=[np.get_include(), str(INCLUDE), str(SOURCE), str(KERNELS)],
@@ -218,8 +197,14 @@ setup(
             ),
             Extension(
                 "fastattn.bench.probes.driver",
-                [str(PROBES / "driver.pyx"), str(PROBES / "dispatch.c")],
-                depends=[*FOR_ALL, str(PROBES / "probes.h"), str(PROBES / "probes.c"), str(ISAS)],
+                [str(PROBES / "driver.pyx"), str(PROBES / "dispatch.c"), str(SOURCE / "pool.c")],
+                include_dirs=[str(SOURCE)],
+                depends=[
+                    *FOR_ALL,
+                    *(str(SOURCE / name) for name in ("pool.h", "turns.h")),
+                    *(str(PROBES / name) for name in ("probes.h", "probes.c")),
+                    str(ISAS),
+                ],
                 define_macros=[*ABI_MACROS],
                 py_limited_api=IS_ABI3,
             ),

@@ -55,12 +55,8 @@ work.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fastattn._machine import host
-
 try:
-    with host.brief_openmp_spin():
-        # Loads the OpenMP runtime now, so that a limit of threadpoolctl's holds for the first call already.
-        import fastattn.backends.cython.driver  # noqa: F401
+    import fastattn.backends.cython.driver  # noqa: F401
 except ImportError:
     from fastattn.backends import registry
     from fastattn.backends.cython import backend as cython_backend

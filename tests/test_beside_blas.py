@@ -126,7 +126,7 @@ class TestCores:
 
 @linux_only
 class TestSpread:
-    """The cores of threads are tested in C, on made-up machines (kernels/test_spread.c)."""
+    """The cores of threads are tested in C, on made-up machines (kernels/test_placement.c)."""
 
     def test_every_thread_may_run_where_it_might_before(self, backend):
         code = (
@@ -279,8 +279,8 @@ assert _blas.is_shared()
         )
 
     @linux_only
-    def test_a_child_of_several_callers_starts_no_threads(self, shareable):
-        """The lock under which OpenBLAS starts its own may be held for ever there."""
+    def test_a_child_of_several_callers_starts_no_threads_of_openblas(self, shareable):
+        """The lock under which OpenBLAS starts them may be held for ever there."""
         model_in_python(
             MODEL
             + """
@@ -288,7 +288,7 @@ assert fastattn.share_threads_with_blas()
 in_threads(lambda: None, 0.1)
 def check():
     step(1)
-    assert len(os.listdir("/proc/self/task")) == 1
+    assert len(os.listdir("/proc/self/task")) <= 2  # this one and a worker
 in_child(check)
 step(1)
 """

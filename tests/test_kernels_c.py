@@ -115,7 +115,7 @@ def test_pool() -> None:
 @on_linux
 def test_threads() -> None:
     require(COMPILER)
-    assert checked("threads") == ["placement", "pool", "pool", "spread", "blas"]
+    assert checked("threads") == ["placement", "pool", "pool", "blas"]
 
 
 @pytest.mark.slow

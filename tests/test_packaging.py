@@ -58,7 +58,7 @@ def build(kind: str, tree: Path, into: Path, **variables: str) -> subprocess.Com
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution of a tree in which the extension was built; making it writes driver.c."""
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("fastattn", "tests", "benchmarks", "docs", "licenses"):
+    for name in ("fastattn", "tests", "benchmarks", "docs"):
         generated = shutil.ignore_patterns("*.so", "driver.c", "generated", ".*")
         shutil.copytree(ROOT / name, tree / name, ignore=generated)
     for name in (*PAPERS, "MANIFEST.in", "pyproject.toml", "setup.py"):
@@ -108,7 +108,6 @@ class TestSourceDistribution:
             *(("fastattn", kind) for kind in ("*.[ch]", "*.pyx", "*.pxi", "*.py")),
             ("tests", "*"),
             ("docs", "*.md"),
-            ("licenses", "*"),
         )
         present = {
             path.relative_to(ROOT)

@@ -41,7 +41,7 @@ class Blas(NamedTuple):
         if not self.functions:
             return f"{self.name} does not let others run its threads' work; OpenBLAS 0.3.28 and later does"
         if _driver() is None or not _driver().can_share_threads():
-            return "it needs the compiled backend, built with OpenMP, on Linux or another POSIX system"
+            return "it needs the compiled backend, on Linux or another POSIX system"
         if "set_threads_callback_function" not in self.functions:
             return f"{self.name} is older than 0.3.28, the first that lets others run its threads' work"
         threading = self.functions["get_parallel"]()

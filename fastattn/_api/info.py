@@ -48,8 +48,6 @@ def show_config() -> None:
 def _shortcoming() -> str:
     if reasons := registry.load("cython").unavailable_reasons():
         return f"NO COMPILED KERNELS: {'; '.join(reasons)}"
-    if not _cython_backend().has_openmp():
-        return "ONE THREAD: the compiled kernels were built without OpenMP; more threads need a build with it"
     return ""
 
 

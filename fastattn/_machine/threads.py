@@ -9,9 +9,7 @@ from __future__ import annotations
 import _thread  # and not threading, whose import takes a twentieth of the package's
 import os
 import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from fastattn._machine import host
@@ -22,11 +20,7 @@ from fastattn._version import __version__
 #: CPUs, and 64 for tests on small machines. Each costs a stack and scratch memory.
 MAX_THREADS = max(64, 2 * (os.cpu_count() or 1))
 
-#: `_startable` waits at most so long for ended threads to exit.
-_LEAVE_SECONDS = 1.0
-
 _forked = False
-_started = _thread._local()  # .count: most threads that a call of this Python thread could start
 _limits: dict[int, int] = {}  # set by threadpoolctl, by the Python thread that set it
 
 
@@ -105,74 +99,18 @@ no_fork = _NoFork()
 
 
 def thread_limit(wanted: int) -> int:
-    """How many threads a call that wants `wanted` may use.
-
-    One in a forked child, which does not have the parent's threads; else no more than MAX_THREADS, than
-    threadpoolctl allows, and than can be started.
-    """
-    if _forked:
-        return 1
+    """How many threads a call that wants `wanted` may use: no more than MAX_THREADS and than threadpoolctl
+    allows. Where fewer can be started, a call gets those."""
     allowed = min(wanted, MAX_THREADS)
     if _limits and (limit := limit_by_threadpoolctl()) is not None:
         allowed = min(allowed, limit)
-    if allowed > getattr(_started, "count", 1):
-        allowed = _try_threads(allowed)
     return allowed
-
-
-def can_start(count: int) -> bool:
-    """Whether the process can have `count` threads at once, including the calling one."""
-    return count <= MAX_THREADS and _try_threads(count) == count
 
 
 def is_forked() -> bool:
     """Whether this process was forked from one that had loaded the package, whose threads it does not
     have."""
     return _forked
-
-
-# Threads that cannot be started -------------------------------------------------------------------
-
-
-def _try_threads(wanted: int) -> int:
-    """`wanted`, or fewer where the process cannot have so many, including the calling thread.
-
-    OpenMP's runtimes and those of Numba's pools abort the process when a thread cannot be started: because of
-    a limit on the user's or the container's processes (RLIMIT_NPROC, pids.max), or of missing address space
-    for its stack. So it is tried first, once for each Python thread, as each has OpenMP threads of its own.
-    Where it fails, only half of those that could be started are used: others may start threads meanwhile.
-    """
-    known = getattr(_started, "count", 1)
-    missing = max(0, wanted - known)
-    found = _startable(missing)
-    if found == missing:
-        _started.count = known + missing
-        return wanted
-    return known + found // 2
-
-
-def _startable(count: int) -> int:
-    """How many more threads the process can start now, `count` at most."""
-    gate, numbers, started = _thread.allocate_lock(), [], 0
-
-    def wait() -> None:
-        numbers.append(_thread.get_native_id())
-        with gate:
-            pass
-
-    with gate:
-        with suppress(RuntimeError, MemoryError):
-            for _ in range(count):
-                _thread.start_new_thread(wait, ())
-                started += 1
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while len(numbers) < started and time.monotonic() < deadline:
-            time.sleep(0)
-    # Until they have exited they count against the limits.
-    for number in numbers:
-        while os.path.exists(f"/proc/self/task/{number}") and time.monotonic() < deadline:
-            time.sleep(0)
-    return started
 
 
 # threadpoolctl ------------------------------------------------------------------------------------

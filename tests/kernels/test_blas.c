@@ -1,6 +1,5 @@
 /* Jobs of products as OpenBLAS's: each waits until all of its product run, and none may meet another of its number. */
 
-#include <omp.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdio.h>
@@ -9,6 +8,7 @@
 #include <unistd.h>
 
 #include "blas.h"
+#include "pool.h"
 
 enum { MAX_THREADS = 64 };
 
@@ -68,10 +68,10 @@ static int checks, failures;
         }                                                                                                      \
     } while (0)
 
-static void multiply_from_all_threads_of_a_region(int threads) {
-#pragma omp parallel num_threads(threads)
+static void multiply_ten_times(void *unused, int thread, int n_threads) {
+    (void)unused, (void)n_threads;
     for (int n = 0; n < 10; n++)
-        multiply(1 + (n + omp_get_thread_num()) % 5);
+        multiply(1 + (n + thread) % 5);
 }
 
 /* What a child forked by this thread finds: bit 0 for a callback that is still set, bit 1 for shared threads, and above
@@ -100,9 +100,7 @@ int main(void) {
     CHECK(in_a_child() == 4 << 2); /* nobody else multiplies: all threads of the child's own */
 
     for (int n = 1; n <= 4; n++)
-        multiply_from_all_threads_of_a_region(n);
-    omp_set_num_threads(1);
-    multiply_from_all_threads_of_a_region(3);
+        fastattn_pool_run_all(multiply_ten_times, NULL, n); /* within a region of attention's */
     CHECK(!wrong);
 
     for (int n = 0; n < 8; n++)

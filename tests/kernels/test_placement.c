@@ -74,6 +74,7 @@ static void enter(region *r, int n, const int *cpus, uint64_t allowed) {
     for (self = 1; self < n; self++) {
         workers[self].id = fake_self();
         workers[self].allowed = allowed_of[self];
+        workers[self].reserved = -1;
         place_worker(r, &workers[self]);
     }
     CHECK(restored);
@@ -141,30 +142,19 @@ static void test_limits(void) {
     fastattn_set_cores(cores, 4);
 }
 
-/* The caller's core goes to a worker that has moved and is not done. */
-static void test_leave(void) {
+/* A worker that does not run gets the core of the caller, who waits for it. */
+static void test_lent_core(void) {
     const int32_t cores[] = {0, 1, 2, 3};
     region r;
     fastattn_set_cores(cores, 4);
     enter(&r, 3, (const int[]){2, 2, 0}, 15);
     CHECK(cpu_of[1] == 3 && moves == 1);
-    self = 2;
-    worker_is_done(&r, &workers[2]); /* another worker is done first */
     self = 0;
-    caller_is_done(&r);
-    CHECK(cpu_of[1] == 2 && moves == 2 && restored);
-
-    enter(&r, 2, (const int[]){2, 2}, 15);
-    self = 1;
-    worker_is_done(&r, &workers[1]);
-    self = 0;
-    caller_is_done(&r);
-    CHECK(cpu_of[1] == 3 && moves == 1);
-
-    enter(&r, 2, (const int[]){2, 0}, 15); /* nobody moved */
-    self = 0;
-    caller_is_done(&r);
-    CHECK(cpu_of[1] == 0 && moves == 0);
+    lend_core(&r, &workers[2]);
+    CHECK(cpu_of[2] == 2 && moves == 2 && restored);
+    cpu_of[0] = 7; /* where nobody told of, or workers may not run */
+    lend_core(&r, &workers[2]);
+    CHECK(cpu_of[2] == 2 && moves == 2);
 }
 
 /* Workers get the caller's affinity, also where they move. */
@@ -188,11 +178,46 @@ static void test_affinity(void) {
     }
 }
 
+/* Sleeping workers, which the kernel wakes where they ran last if they may run there. */
+static void test_asleep(void) {
+    const int32_t cores[] = {0, 1, 2, 3, 0, 1, 2, 3};
+    region r;
+    for (int case_ = 0; case_ < 4 * 4 * 4 * 4; case_++) {
+        const int last[] = {case_ & 3, case_ >> 2 & 3, case_ >> 4 & 3, case_ >> 6 & 3};
+        fastattn_set_cores(cores, 8);
+        enter(&r, 1, last, 255);
+        for (self = 1; self < 4; self++) {
+            workers[self] = (worker){.id = fake_self(), .cpu = last[self], .reserved = -1};
+            allowed_of[self] = workers[self].allowed = allowed_of[0];
+            cpu_of[self] = last[self];
+            place_sleeper(&r, &workers[self]);
+            CHECK(cores[cpu_of[self]] != cores[cpu_of[0]]); /* it need not wait for the caller */
+        }
+        for (self = 1; self < 4; self++) {
+            restored = !workers[self].is_kept_apart;
+            place_worker(&r, &workers[self]);
+            CHECK(restored && !workers[self].is_kept_apart && workers[self].reserved == -1);
+        }
+        CHECK(on_own_cores(4, cores));
+        /* One that is not woken in time. */
+        place_sleeper(&r, &workers[1]);
+        self = 0;
+        restore(&r, &workers[1]);
+        CHECK(!workers[1].is_kept_apart && workers[1].reserved == -1);
+    }
+    fastattn_set_cores(cores, 8);
+    enter(&r, 1, (const int[]){1}, 1 << 1); /* nowhere else to wake */
+    workers[1] = (worker){.cpu = 1};
+    place_sleeper(&r, &workers[1]);
+    CHECK(!workers[1].is_kept_apart);
+}
+
 int main(void) {
+    test_asleep();
     test_single_cores();
     test_hyper_threads();
     test_limits();
-    test_leave();
+    test_lent_core();
     test_affinity();
     printf("placement: %d checks, %d failed\n", checks, failures);
     return failures > 0;

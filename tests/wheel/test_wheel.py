@@ -35,14 +35,6 @@ def test_the_kernels_are_there(capsys):
     assert "portable" in cython_backend.available_isas()
 
 
-@pytest.mark.parametrize("has_openmp", [False, True])
-def test_a_build_without_openmp_says_so(capsys, monkeypatch, has_openmp):
-    monkeypatch.setattr(cython_backend, "has_openmp", lambda: has_openmp)
-    fastattn.show_config()
-    assert capsys.readouterr().out.startswith("ONE THREAD") == (not has_openmp)
-    assert (cython_backend.backend.thread_limit(2) == 1) == (not has_openmp)
-
-
 @pytest.mark.parametrize("isa", cython_backend.available_isas())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("len_q", [1, 67])

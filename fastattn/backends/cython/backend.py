@@ -72,7 +72,7 @@ class CythonBackend(Backend):
         return [f"a score_mod is compiled by Numba, and {'; '.join(reasons)}"]
 
     def thread_limit(self, num_threads: int) -> int:
-        return threads.thread_limit(num_threads) if has_openmp() else 1
+        return threads.thread_limit(num_threads)
 
     def prepare(self, problem: Problem, num_threads: int) -> Prepared:
         target = Target(**driver.target(problem.dtype.itemsize))
@@ -273,11 +273,6 @@ def isa() -> str | None:
 def vectors() -> str | None:
     """The instruction set of its kernels other than the fused ones."""
     return None if driver is None else str(driver.chosen_vectors())
-
-
-def has_openmp() -> bool:
-    """Whether the extension was built with OpenMP; without, it runs on one thread."""
-    return bool(driver.HAS_OPENMP)
 
 
 def tile_operations(num_threads: int, steps: int) -> float:

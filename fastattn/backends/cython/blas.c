@@ -1,8 +1,7 @@
 /* See blas.h.
  *
- * The jobs of one product busy-wait for each other's packed panels, so all of them must run concurrently, even where a
- * parallel region gets fewer threads than there are jobs. They run on the region's threads; those that it lacks (within
- * another parallel region, or under a limit on OpenMP's threads) are created for this one product.
+ * The jobs of one product busy-wait for each other's packed panels, so all of them must run at once, whatever else the
+ * pool does: `fastattn_pool_run_all`.
  *
  * OpenBLAS's description of `thread_num` is incomplete: it is an index into the buffers and states of its own workers,
  * which continue to exist. With the number of the job, as in OpenBLAS's example,
@@ -15,16 +14,12 @@
 
 #include "blas.h"
 
-#if defined(_OPENMP) && !defined(_WIN32)
+#if !defined(_WIN32)
 
-#include <omp.h>
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-#include "spread.h"
+#include "pool.h"
 
 static fastattn_blas shared;                                /* set_callback NULL: nothing is shared */
 static pthread_mutex_t product = PTHREAD_MUTEX_INITIALIZER; /* held while a product runs */
@@ -33,48 +28,19 @@ static enum { NO_THREAD, ONE_THREAD, SEVERAL_THREADS } callers = NO_THREAD;
 
 typedef struct {
     fastattn_blas_job run;
-    int n_jobs, first, argument;
+    int first, argument;
     size_t nbytes;
     char *jobs;
 } jobs_of_product;
 
-typedef struct {
-    pthread_t thread;
-    const jobs_of_product *jobs;
-    int number;
-} extra_thread;
-
-static void run_job(const jobs_of_product *jobs, int number) {
+static void run_job(void *argument, int number, int n_jobs) {
+    const jobs_of_product *jobs = argument;
+    (void)n_jobs;
     jobs->run(jobs->first + number, jobs->jobs + number * jobs->nbytes, jobs->argument);
 }
 
-static void *run_extra(void *extra) {
-    run_job(((extra_thread *)extra)->jobs, ((extra_thread *)extra)->number);
-    return NULL;
-}
-
-/* The other jobs already wait for this one, so the product cannot be abandoned: the thread must start. If it has not
- * after 10 s the process is aborted, as OpenMP and OpenBLAS do. */
-static void start_extra(extra_thread *extra, const jobs_of_product *jobs, int number) {
-    const struct timespec pause = {0, 1000000};
-    extra->jobs = jobs;
-    extra->number = number;
-    for (int attempt = 0; attempt < 10000; attempt++) {
-        if (pthread_create(&extra->thread, NULL, run_extra, extra) == 0)
-            return;
-        nanosleep(&pause, NULL);
-    }
-    fputs("fastattn: no thread can be created for a product of OpenBLAS\n", stderr);
-    abort();
-}
-
 static void run_product(int sync, fastattn_blas_job run, int n_jobs, size_t nbytes, void *data, int argument) {
-    jobs_of_product jobs = {run, n_jobs, 0, argument, nbytes, data};
-    fastattn_spread spread;
-    extra_thread extras[FASTATTN_BLAS_MAX_THREADS];
-    /* OpenMP ends threads that a smaller region does not need, so the region is as large as those of attention. */
-    int num_threads = n_jobs > omp_get_max_threads() ? n_jobs : omp_get_max_threads();
-    int in_region = 1;
+    jobs_of_product jobs = {run, 0, argument, nbytes, data};
     (void)sync; /* always true: OpenBLAS goes on when this returns */
 
     pthread_mutex_lock(&product);
@@ -93,23 +59,7 @@ static void run_product(int sync, fastattn_blas_job run, int n_jobs, size_t nbyt
             shared.set_callback = NULL;
         }
     }
-    fastattn_spread_start(&spread);
-#pragma omp parallel num_threads(num_threads)
-    {
-        int thread = omp_get_thread_num();
-        if (thread == 0) {
-            in_region = omp_get_num_threads();
-            for (int n = in_region; n < n_jobs; n++)
-                start_extra(&extras[n], &jobs, n);
-        }
-        if (thread < n_jobs) {
-            fastattn_spread_enter(&spread, thread);
-            run_job(&jobs, thread);
-            fastattn_spread_leave(&spread, thread);
-        }
-    }
-    for (int n = in_region; n < n_jobs; n++)
-        pthread_join(extras[n].thread, NULL);
+    fastattn_pool_run_all(run_job, &jobs, n_jobs);
     pthread_mutex_unlock(&product);
 }
 

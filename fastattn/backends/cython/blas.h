@@ -18,7 +18,7 @@ typedef struct {
     int max_threads; /* that OpenBLAS was built for, at most FASTATTN_BLAS_MAX_THREADS */
 } fastattn_blas;
 
-/* Whether this library was built with the OpenMP and POSIX threads that sharing needs. */
+/* Whether products can be shared here: not on Windows. */
 int fastattn_blas_is_supported(void);
 
 /* Runs every later product on this library's threads or, with blas NULL, on OpenBLAS's own again. Returns 0, or -1 if

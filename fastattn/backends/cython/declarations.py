@@ -14,7 +14,7 @@ from typing import Any
 HERE = Path(__file__).parent
 GENERATED = HERE / "generated"
 HEADERS = (
-    "kernels/pairs.h", "kernels/fused.h", "kernels/kernels.h", "blas.h", "convert.h", "encode.h", "spread.h",
+    "kernels/pairs.h", "kernels/fused.h", "kernels/kernels.h", "blas.h", "convert.h", "encode.h", "pool.h",
     "turns.h",
 )  # fmt: skip
 
@@ -23,7 +23,7 @@ _DECLARATIONS = re.compile(
     r"^(?:typedef struct \{(?P<fields>[^{}]*)\} (?P<struct>\w+);"
     r"|enum \{(?P<numbers>[^}]*)\};"
     r"|typedef (?P<pointer>[^;{}]*);"
-    r"|(?:static inline )?(?P<returns>[\w ]+[ *]+)(?P<function>fastattn_\w+)"
+    r"|(?:static inline )?(?P<returns>\w[\w ]*[ *]+)(?P<function>fastattn_\w+)"
     r"\((?P<arguments>[^;{}]*)\)\s*[;{])",
     re.MULTILINE,
 )

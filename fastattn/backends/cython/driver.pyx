@@ -18,7 +18,6 @@ This file is the interface to Python: it selects the instruction set, and fills 
 ABI of Python 3.11, a call of Cython's own type of function builds a tuple of the arguments first.
 """
 
-from cython.parallel cimport parallel, prange, threadid
 from libc.float cimport DBL_MAX, FLT_MAX, FLT_MIN
 from libc.math cimport INFINITY, NAN, exp, fabs, ilogb, isfinite, isnan, ldexp, log, sqrt
 from libc.stdint cimport int8_t, int32_t, int64_t, uint32_t, uint64_t, uintptr_t
@@ -50,16 +49,6 @@ include "work.pxi"       # all tasks, on all threads
 include "gradient_tile.pxi"  # gradients: what one query block adds to those of a key tile
 include "backward.pxi"   # gradients: a key tile over the query blocks, all tasks on all threads
 
-cdef extern from *:
-    """
-    #ifdef _OPENMP
-    #define FASTATTN_HAS_OPENMP 1
-    #else
-    #define FASTATTN_HAS_OPENMP 0
-    #endif
-    """
-    const bint FASTATTN_HAS_OPENMP
-
 cnp.import_array()
 
 cdef const fastattn_kernels *chosen[2]   # for float32 and float64
@@ -72,9 +61,6 @@ include "recurrent.pxi"  # linear attention and its relatives: a state that toke
 include "recurrent_gradient.pxi"  # its gradients: chunks of tokens from the last to the first, states computed again
 include "conv.pxi"       # the short causal convolution before it
 include "reductions.pxi"  # the largest scores of each query, and of each document
-
-HAS_OPENMP = bool(FASTATTN_HAS_OPENMP)
-
 
 def available_isas(names=ISAS):
     """Those of the instruction sets that were built and that this CPU runs, best first."""
@@ -110,30 +96,41 @@ def target(Py_ssize_t itemsize):
             "few_rows": VECTORS[kernels.vectors.decode()].get("few_rows", {}).get(itemsize, 0)}
 
 
+ctypedef struct Peak:
+    long steps             # of a piece
+    int64_t n_operations   # done so far
+
+
+cdef void run_peak(void *call, Share *shares, int own, int n_shares) noexcept nogil:
+    cdef Peak *peak = <Peak *>call
+    cdef int turn = 0
+    cdef Py_ssize_t piece, stop
+    chosen[0].fused.begin()
+    while take_tasks(shares, own, n_shares, 1, &turn, &piece, &stop):
+        fetch_add_64(&peak.n_operations, <int64_t>chosen[0].fused.peak(peak.steps), ATOMIC_RELAXED)
+    chosen[0].fused.end()
+
+
 def tile_operations(int num_threads, long steps):
     """FLOPs of float32 that num_threads threads do on the tile unit in at least `steps` steps in all, of products alone;
     0 where the kernels in use have none."""
-    cdef const fastattn_fused *fused = chosen[0].fused
-    cdef double operations = 0
-    cdef int piece, pieces = 32 * num_threads
-    if fused == NULL:
+    cdef Py_ssize_t pieces = 32 * num_threads
+    cdef Peak peak = Peak(steps // pieces + 1, 0)
+    if chosen[0].fused == NULL:
         return 0.0
     with nogil:
-        for piece in prange(pieces, num_threads=num_threads, schedule="dynamic", chunksize=1):
-            fused.begin()
-            operations += fused.peak(steps // pieces + 1)
-            fused.end()
-    return operations
+        run_on_threads(run_peak, &peak, pieces, num_threads, False)
+    return float(peak.n_operations)
 
 
 def set_cores(cores):
-    """Which core each CPU belongs to, for threads that move to one of their own; see spread.h."""
+    """Which core each CPU belongs to, for threads that move to one of their own; see pool.h."""
     cdef cnp.ndarray numbers = np.asarray(cores, np.int32)
     fastattn_set_cores(<const int32_t *>cnp.PyArray_DATA(numbers), <int>numbers.shape[0])
 
 
 def can_share_threads():
-    """Whether the products of a BLAS can run on the threads of this extension: it needs OpenMP and POSIX."""
+    """Whether the products of a BLAS can run on the threads of this extension: not on Windows."""
     return bool(fastattn_blas_is_supported())
 
 

@@ -83,6 +83,8 @@ enum { FUTEX_WAIT_OWN = 128, FUTEX_WAKE_OWN = 129 }; /* ..._PRIVATE of linux/fut
 #define FASTATTN_POOL_HOOK()
 #endif
 
+/* A spin is shorter than a sleeping worker takes to begin: 60 to 140 us, or 4 ms where the kernel wakes it on the busy
+ * core of the caller. tests/kernels/time_pool.c, 2 cores of Zen 3 EPYC, virtual, 2026-11-28. */
 enum { STACK_NBYTES = 2 << 20, SPIN_NANOSECONDS = 30000, CREATE_ATTEMPTS = 10000 /* 1 ms apart */ };
 
 typedef enum {
@@ -109,6 +111,9 @@ typedef struct worker {
 #ifdef __linux__
     pthread_t id;
     cpu_set_t allowed; /* its affinity, as last set */
+    int cpu;           /* where it ended its last region */
+    int reserved;      /* the CPU that was claimed for it while it was asleep, or -1 */
+    int is_kept_apart; /* whether its affinity is less than `allowed` until it has begun */
 #endif
 } worker;
 
@@ -124,7 +129,6 @@ struct region {
 #ifdef __linux__
     cpu_set_t allowed; /* the caller's affinity, which its workers get; empty where it is unknown */
     uint64_t cores[FASTATTN_MAX_CPUS / 64], cpus[FASTATTN_MAX_CPUS / 64]; /* claimed by threads */
-    worker *moved;                                                        /* one that has moved and still works */
 #endif
 };
 
@@ -202,11 +206,14 @@ static void spin_while(const worker *w, int state) {
  * While idle threads of another pool spin (a BLAS between two products), all cores look busy, and the kernel wakes a
  * worker on the core of the thread that woke it as soon as on another. The two then share that core for the whole
  * region, and two threads are no faster than one. So each thread claims the core on which it runs, and a worker whose
- * core is claimed moves to a free one. There it may share the core with a spinning thread: if the caller ends before
- * such a worker, the worker moves to the caller's core.
+ * core is claimed moves to a free one. There it may share the core with a spinning thread: while the caller waits for a
+ * worker that gets little time, the worker moves to the caller's core.
+ *
+ * A worker that is asleep is woken where it ran last. Where that core is claimed and no other looks idle, it would wait
+ * there for the end of a time slice, milliseconds, so it is kept off the claimed cores until it has begun.
  *
  * Only workers are moved, and their affinity, which is the caller's, is restored at once. Where every thread has a core
- * of its own, the cost is one sched_getcpu per thread. Linux only.
+ * of its own, the cost is two sched_getcpu per thread. Linux only.
  *
  * Calls with key intervals 0 .. i between two products of NumPy's OpenBLAS, shapes (1,12,512,64), (1,12,1024,64),
  * (16,12,64,32), two threads over one: 1.14, 0.99 and 1.43 times as fast without this, 1.63, 1.36 and 1.55 with moves
@@ -256,14 +263,12 @@ static int claim_free(region *r, int cpu) {
 }
 
 /* Moves a worker to the CPU, then restores its affinity. */
-static int move(worker *w, int cpu, const cpu_set_t *allowed) {
+static void move(worker *w, int cpu, const cpu_set_t *allowed) {
     cpu_set_t chosen;
     CPU_ZERO(&chosen);
     CPU_SET(cpu, &chosen);
-    if (pthread_setaffinity_np(w->id, sizeof chosen, &chosen) != 0)
-        return 0;
-    pthread_setaffinity_np(w->id, sizeof *allowed, allowed);
-    return 1;
+    if (pthread_setaffinity_np(w->id, sizeof chosen, &chosen) == 0)
+        pthread_setaffinity_np(w->id, sizeof *allowed, allowed);
 }
 
 /* Learns the caller's affinity and claims its core. */
@@ -280,34 +285,80 @@ static void place_caller(region *r) {
     }
 }
 
-/* Gives the calling worker the caller's affinity, and moves it to another core if its own is claimed. */
-static void place_worker(region *r, worker *w) {
-    int other, cpu;
-    if (!CPU_EQUAL(&w->allowed, &r->allowed) &&
+/* Claims the core of a worker that is about to be woken, or keeps it off the cores that are claimed. It may begin
+ * meanwhile, as it was about to sleep: then `finish` restores its affinity. */
+static void place_sleeper(region *r, worker *w) {
+    const int last = __atomic_load_n(&w->cpu, __ATOMIC_RELAXED);
+    cpu_set_t others = r->allowed;
+    if (last < 0 || last >= known_cpus)
+        return;
+    if (CPU_ISSET(last, &r->allowed) && claim(r->cores, core_of[last])) {
+        claim(r->cpus, last);
+        __atomic_store_n(&w->reserved, last, __ATOMIC_RELAXED);
+        return;
+    }
+    for (int cpu = 0; cpu < known_cpus; cpu++)
+        if (__atomic_load_n(&r->cores[core_of[cpu] / 64], __ATOMIC_RELAXED) >> core_of[cpu] % 64 & 1)
+            CPU_CLR(cpu, &others);
+    if (CPU_COUNT(&others) > 0) {
+        __atomic_store_n(&w->is_kept_apart, 1, __ATOMIC_RELAXED);
+        pthread_setaffinity_np(w->id, sizeof others, &others);
+    }
+}
+
+/* Gives a worker the caller's affinity, and forgets what was claimed for it. */
+static void restore(region *r, worker *w) {
+    __atomic_store_n(&w->reserved, -1, __ATOMIC_RELAXED);
+    if ((__atomic_exchange_n(&w->is_kept_apart, 0, __ATOMIC_RELAXED) || !CPU_EQUAL(&w->allowed, &r->allowed)) &&
         pthread_setaffinity_np(w->id, sizeof r->allowed, &r->allowed) == 0)
         w->allowed = r->allowed;
-    cpu = current_cpu();
-    if (cpu < 0)
+}
+
+/* Restores the calling worker's affinity, and moves it to another core if its own is claimed by another. */
+static void place_worker(region *r, worker *w) {
+    const int reserved = __atomic_load_n(&w->reserved, __ATOMIC_RELAXED);
+    int other, cpu = current_cpu();
+    restore(r, w);
+    if (cpu < 0 || cpu == reserved)
         return;
     if (claim(r->cores, core_of[cpu])) {
         claim(r->cpus, cpu);
         return;
     }
     other = claim_free(r, cpu);
-    if (other >= 0 && other != cpu && move(w, other, &r->allowed))
-        __atomic_store_n(&r->moved, w, __ATOMIC_RELEASE);
+    if (other >= 0 && other != cpu)
+        move(w, other, &r->allowed);
 }
 
-static void worker_is_done(region *r, worker *w) {
-    __atomic_compare_exchange_n(&r->moved, &w, NULL, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+/* Where the calling worker ends its region. */
+static void remember_place(worker *w) { __atomic_store_n(&w->cpu, current_cpu(), __ATOMIC_RELAXED); }
+
+/* Time that a worker has run, in nanoseconds; -1 where it is unknown. */
+static int64_t time_used(const worker *w) {
+    clockid_t clock;
+    struct timespec used;
+    if (pthread_getcpuclockid(w->id, &clock) != 0 || clock_gettime(clock, &used) != 0)
+        return -1;
+    return (int64_t)used.tv_sec * 1000000000 + used.tv_nsec;
 }
 
-/* Moves a worker that has moved before, and still works, to the core of the caller, who is done. */
-static void caller_is_done(region *r) {
-    worker *moved = __atomic_load_n(&r->moved, __ATOMIC_ACQUIRE);
-    int cpu = moved == NULL ? -1 : current_cpu();
+/* Moves a worker to the core of the caller, who waits for it. */
+static void lend_core(region *r, worker *w) {
+    int cpu = current_cpu();
     if (cpu >= 0 && CPU_ISSET(cpu, &r->allowed))
-        move(moved, cpu, &r->allowed);
+        move(w, cpu, &r->allowed);
+}
+
+/* Waits for a worker. One that does not run meanwhile, as its core is another's, gets the caller's. */
+static void await_running(region *r, worker *w) {
+    int64_t before;
+    spin_while(w, BEGUN);
+    if (state_of(w) != BEGUN)
+        return;
+    before = time_used(w);
+    spin_while(w, BEGUN);
+    if (state_of(w) == BEGUN && before >= 0 && time_used(w) - before < SPIN_NANOSECONDS / 2)
+        lend_core(r, w);
 }
 
 #else
@@ -325,9 +376,11 @@ static void place_caller(region *r) {
 #endif
 }
 
+#define place_sleeper(r, w) (void)0
+#define restore(r, w) (void)0
 #define place_worker(r, w) (void)0
-#define worker_is_done(r, w) (void)0
-#define caller_is_done(r) (void)0
+#define remember_place(w) (void)0
+#define await_running(r, w) spin_while(w, BEGUN)
 
 #endif
 
@@ -344,6 +397,7 @@ static void wake_two(region *r) {
             continue;
         if (w == NULL)
             return;
+        place_sleeper(r, w);
         wake(w);
     }
 }
@@ -392,7 +446,7 @@ static void run_worker(worker *w) {
         wake_two(r);
         place_worker(r, w);
         r->work(r->argument, w->thread, r->num_threads);
-        worker_is_done(r, w);
+        remember_place(w);
         if (replace(w, IDLE) == AWAITED)
             wake(w);
     }
@@ -492,6 +546,7 @@ static int start_worker(region *r, int number) {
     w->changed = (condition)CONDITION_INITIALIZER;
 #ifdef __linux__
     w->allowed = r->allowed; /* a thread inherits it */
+    w->cpu = w->reserved = -1;
 #endif
     if (!start_thread(w)) {
         free(w);
@@ -554,13 +609,14 @@ static int finish(region *r) {
                 r->work(r->argument, w->thread, r->num_threads);
             }
         }
-    caller_is_done(r);
     for (w = r->first; w != NULL; w = w->next) {
         if (r->spins)
-            spin_while(w, BEGUN);
+            await_running(r, w);
         change(w, BEGUN, AWAITED);
         sleep_while(w, AWAITED);
     }
+    for (w = r->first; w != NULL; w = w->next) /* nobody wakes one any more */
+        restore(r, w);
     lock(&pool.lock);
     if (r->last != NULL) {
         r->last->next = pool.free;

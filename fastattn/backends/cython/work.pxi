@@ -5,6 +5,7 @@ cdef extern from * nogil:
     enum: ATOMIC_ACQ_REL "__ATOMIC_ACQ_REL"
     Py_ssize_t fetch_add "__atomic_fetch_add"(Py_ssize_t *, Py_ssize_t, int)
     int64_t fetch_sub "__atomic_fetch_sub"(int64_t *, int64_t, int)
+    int64_t fetch_add_64 "__atomic_fetch_add"(int64_t *, int64_t, int)
 
 
 ctypedef void (*Work)(void *call, Share *shares, int own, int n_shares) noexcept nogil
@@ -25,8 +26,20 @@ cdef inline bint take_tasks(Share *shares, int own, int n_shares, Py_ssize_t gra
     return False
 
 
+ctypedef struct Region:
+    Work work
+    void *call
+    Share *shares
+    int n_shares
+
+
+cdef void run_share(void *region, int thread, int num_threads) noexcept nogil:
+    cdef Region *r = <Region *>region
+    r.work(r.call, r.shares, thread % r.n_shares, r.n_shares)
+
+
 cdef bint run_on_threads(Work work, void *call, Py_ssize_t n_tasks, int num_threads, bint in_order) noexcept nogil:
-    """Has each of num_threads threads do work(call, ...), which runs the tasks that `take_tasks` gives it. False where some
+    """Has up to num_threads threads do work(call, ...), which runs the tasks that `take_tasks` gives it. False where some
     were left, as `work` may have no memory. in_order: tasks start in their order, whichever threads run them.
 
     A thread's share is a range of consecutive tasks: round-robin would bring every head's keys and values into every
@@ -35,7 +48,7 @@ cdef bint run_on_threads(Work work, void *call, Py_ssize_t n_tasks, int num_thre
     """
     cdef Share all_tasks
     cdef Share *shares = &all_tasks
-    cdef fastattn_spread spread
+    cdef Region region
     cdef int n, n_shares = 1
     cdef bint done = True
     if num_threads > 1 and not in_order:
@@ -47,11 +60,8 @@ cdef bint run_on_threads(Work work, void *call, Py_ssize_t n_tasks, int num_thre
         shares[n].next = n_tasks * n // n_shares
         shares[n].stop = n_tasks * (n + 1) // n_shares
     if num_threads > 1:
-        fastattn_spread_start(&spread)
-        with parallel(num_threads=num_threads):
-            fastattn_spread_enter(&spread, threadid())
-            work(call, shares, threadid() % n_shares, n_shares)
-            fastattn_spread_leave(&spread, threadid())
+        region = Region(work, call, shares, n_shares)
+        fastattn_pool_run(run_share, &region, num_threads)
     else:
         work(call, shares, 0, 1)
     for n in range(n_shares):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
+import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -24,20 +27,53 @@ _LAYERS = {name: (name,) for name in _MODULES} | {
     "forksafe": ("workqueue",),
 }
 
+#: `_startable` waits at most so long for ended threads to exit.
+_LEAVE_SECONDS = 1.0
+
 _workqueue = threading.Lock()
 _has_started = False  # Numba's pool, by a call
+_tried = threading.local()  # .all: whether a pool's threads could be started, for this Python thread
 
 
 def thread_limit(wanted: int) -> int:
     """How many threads a call that wants `wanted` may use: that of `fastattn._machine.threads`, and no
     more than Numba's pool has.
 
-    The pool starts all its threads when it is first used: where that would fail, a call gets one.
+    One in a forked child, which does not have the parent's threads. A pool starts all its threads when it is
+    first used, and aborts the process where one cannot be started: because of a limit on the user's or the
+    container's processes (RLIMIT_NPROC, pids.max), or of missing address space for its stack. So it is tried
+    first, once for each Python thread, as each has its own threads of OpenMP; without them a call gets one.
     """
-    limit = threads.thread_limit(min(wanted, numba.config.NUMBA_NUM_THREADS))
-    if limit > 1 and not _has_started and not threads.can_start(numba.config.NUMBA_NUM_THREADS + 1):
+    if threads.is_forked():
         return 1
-    return limit
+    limit = threads.thread_limit(min(wanted, numba.config.NUMBA_NUM_THREADS))
+    if limit > 1 and not getattr(_tried, "all", False):
+        _tried.all = _startable(numba.config.NUMBA_NUM_THREADS) == numba.config.NUMBA_NUM_THREADS
+    return limit if limit == 1 or _tried.all else 1
+
+
+def _startable(count: int) -> int:
+    """How many more threads the process can start now, `count` at most."""
+    gate, numbers, started = threading.Lock(), [], 0
+
+    def wait() -> None:
+        numbers.append(threading.get_native_id())
+        with gate:
+            pass
+
+    with gate:
+        with suppress(RuntimeError, MemoryError):
+            for _ in range(count):
+                _thread.start_new_thread(wait, ())
+                started += 1
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while len(numbers) < started and time.monotonic() < deadline:
+            time.sleep(0)
+    # Until they have exited they count against the limits.
+    for number in numbers:
+        while os.path.exists(f"/proc/self/task/{number}") and time.monotonic() < deadline:
+            time.sleep(0)
+    return started
 
 
 def reason_no_pool() -> str | None:

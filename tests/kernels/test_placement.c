@@ -210,6 +210,13 @@ static void test_asleep(void) {
     workers[1] = (worker){.cpu = 1};
     place_sleeper(&r, &workers[1]);
     CHECK(!workers[1].is_kept_apart);
+
+    /* One that was cancelled before its thread ran has no number yet. */
+    enter(&r, 1, (const int[]){0}, 15);
+    workers[1] = (worker){.cpu = -1, .is_kept_apart = 1};
+    restored = 0;
+    restore(&r, &workers[1]);
+    CHECK(!restored && CPU_COUNT(&workers[1].allowed) == 0);
 }
 
 int main(void) {

@@ -109,7 +109,7 @@ typedef struct worker {
     mutex lock;                 /* these two: where there is no futex */
     condition changed;
 #ifdef __linux__
-    pthread_t id;
+    pthread_t id;      /* 0 until it has run */
     cpu_set_t allowed; /* its affinity, as last set */
     int cpu;           /* where it ended its last region */
     int reserved;      /* the CPU that was claimed for it while it was asleep, or -1 */
@@ -262,13 +262,19 @@ static int claim_free(region *r, int cpu) {
     return -1;
 }
 
+/* Whether it could be set. That of a thread which has not run yet cannot. */
+static int set_affinity(const worker *w, const cpu_set_t *cpus) {
+    const pthread_t id = __atomic_load_n(&w->id, __ATOMIC_ACQUIRE);
+    return id != 0 && pthread_setaffinity_np(id, sizeof *cpus, cpus) == 0;
+}
+
 /* Moves a worker to the CPU, then restores its affinity. */
-static void move(worker *w, int cpu, const cpu_set_t *allowed) {
+static void move(const worker *w, int cpu, const cpu_set_t *allowed) {
     cpu_set_t chosen;
     CPU_ZERO(&chosen);
     CPU_SET(cpu, &chosen);
-    if (pthread_setaffinity_np(w->id, sizeof chosen, &chosen) == 0)
-        pthread_setaffinity_np(w->id, sizeof *allowed, allowed);
+    if (set_affinity(w, &chosen))
+        set_affinity(w, allowed);
 }
 
 /* Learns the caller's affinity and claims its core. */
@@ -302,7 +308,7 @@ static void place_sleeper(region *r, worker *w) {
             CPU_CLR(cpu, &others);
     if (CPU_COUNT(&others) > 0) {
         __atomic_store_n(&w->is_kept_apart, 1, __ATOMIC_RELAXED);
-        pthread_setaffinity_np(w->id, sizeof others, &others);
+        set_affinity(w, &others);
     }
 }
 
@@ -310,7 +316,7 @@ static void place_sleeper(region *r, worker *w) {
 static void restore(region *r, worker *w) {
     __atomic_store_n(&w->reserved, -1, __ATOMIC_RELAXED);
     if ((__atomic_exchange_n(&w->is_kept_apart, 0, __ATOMIC_RELAXED) || !CPU_EQUAL(&w->allowed, &r->allowed)) &&
-        pthread_setaffinity_np(w->id, sizeof r->allowed, &r->allowed) == 0)
+        set_affinity(w, &r->allowed))
         w->allowed = r->allowed;
 }
 
@@ -428,7 +434,7 @@ static void set_name(int number) {
 static void run_worker(worker *w) {
     int spins = 1;
 #ifdef __linux__
-    w->id = pthread_self();
+    __atomic_store_n(&w->id, pthread_self(), __ATOMIC_RELEASE);
 #endif
     set_name(w->number);
     for (;;) {

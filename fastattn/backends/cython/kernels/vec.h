@@ -48,11 +48,11 @@ INLINE VEC splat(REAL x) { return x - (VEC){}; }
 
 /* The next operation takes x as it is, and does not fuse with the multiplication before it. */
 INLINE VEC round_product(VEC x) {
-#if defined(__AVX512F__) || defined(__FMA__)
+#if defined(__AVX512F__) || (defined(__FMA__) && VECTOR_BYTES <= 32)
     __asm__("" : "+v"(x));
 #elif defined(__aarch64__)
     __asm__("" : "+w"(x));
-#elif !defined(__x86_64__)
+#elif !defined(__x86_64__) || defined(__FMA__) /* a model's vectors are wider than registers */
     __asm__("" : "+m"(x));
 #endif
     return x;

@@ -114,6 +114,8 @@ class BuildKernels(build_ext):
             return
         if ext.name in PER_ISA:
             ext.extra_compile_args += BUILD_FLAGS
+            if self.plat_name.startswith("linux"):  # before glibc 2.34 threads are a library of their own
+                ext.extra_link_args.append("-pthread")
             self.add_objects(ext)
         super().build_extension(ext)
 

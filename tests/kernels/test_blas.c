@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "blas.h"
+#include "check.h"
 #include "pool.h"
 
 enum { MAX_THREADS = 64 };
@@ -56,17 +57,6 @@ static void *multiply_often(void *unused) {
         multiply_by(run, 1 + n % 6);
     return unused;
 }
-
-static int checks, failures;
-
-#define CHECK(ok)                                                                                              \
-    do {                                                                                                       \
-        checks++;                                                                                              \
-        if (!(ok)) {                                                                                           \
-            failures++;                                                                                        \
-            printf("FAILED line %d: %s\n", __LINE__, #ok);                                                     \
-        }                                                                                                      \
-    } while (0)
 
 static void multiply_ten_times(void *unused, int thread, int n_threads) {
     (void)unused, (void)n_threads;

@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "check.h"
+
 /* A thread is a number here, and runs somewhere. */
 static int self, cpu_of[16], moves, restored;
 static cpu_set_t allowed_of[16];
@@ -45,17 +47,6 @@ static int fake_setaffinity(pthread_t number, size_t size, const cpu_set_t *set)
 #include "pool.c"
 
 static worker workers[16]; /* by thread; that of the caller is not used */
-
-static int checks, failures;
-
-#define CHECK(ok)                                                                                              \
-    do {                                                                                                       \
-        checks++;                                                                                              \
-        if (!(ok)) {                                                                                           \
-            failures++;                                                                                        \
-            printf("FAILED line %d: %s\n", __LINE__, #ok);                                                     \
-        }                                                                                                      \
-    } while (0)
 
 /* A region of n threads that wake on these CPUs, the first of them the caller. */
 static void enter(region *r, int n, const int *cpus, uint64_t allowed) {

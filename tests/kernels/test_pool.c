@@ -11,6 +11,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "check.h"
+
 #ifdef _WIN32
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
@@ -116,17 +118,8 @@ static int sleep_for(const struct timespec *duration, struct timespec *rest) {
 #undef pthread_create
 #undef nanosleep
 
-static int checks, failures, divisor = 1;
+static int divisor = 1;
 static int wrong; /* seen by other threads than the first */
-
-#define CHECK(ok)                                                                                              \
-    do {                                                                                                       \
-        checks++;                                                                                              \
-        if (!(ok)) {                                                                                           \
-            failures++;                                                                                        \
-            printf("FAILED line %d: %s\n", __LINE__, #ok);                                                     \
-        }                                                                                                      \
-    } while (0)
 
 /* For any thread: the line of the first failure. */
 #define EXPECT(ok)                                                                                             \

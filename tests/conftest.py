@@ -385,8 +385,17 @@ def products_in_one_thread() -> Iterator[None]:
     except ImportError:
         yield
         return
-    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+    with threads_of_products(threadpoolctl, 1):
         yield
+
+
+def threads_of_products(threadpoolctl: Any, limit: int) -> Any:
+    """The limit on NumPy's products alone: one on "blas" would be one on fastattn, too."""
+    return (
+        threadpoolctl.ThreadpoolController()
+        .select(internal_api=["openblas", "mkl", "blis"])
+        .limit(limits=limit)
+    )
 
 
 @pytest.fixture(params=USABLE)

@@ -12,6 +12,7 @@ import fastattn
 from fastattn._api import blas as _blas
 from fastattn._machine import host
 from fastattn.backends.cython import backend as cython_backend
+from tests.conftest import threads_of_products
 from tests.process import python
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at threads in /proc")
@@ -89,7 +90,7 @@ def backend(request):
 def products_in_all_threads():
     """As they are outside of `tests.conftest.products_in_one_thread`."""
     threadpoolctl = pytest.importorskip("threadpoolctl")
-    with threadpoolctl.threadpool_limits(host.available_cores(), user_api="blas"):
+    with threads_of_products(threadpoolctl, host.available_cores()):
         yield
 
 

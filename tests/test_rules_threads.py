@@ -127,7 +127,7 @@ def pools():
         assert pools >= 1
         assert num_threads >= 1
 
-    @pytest.mark.parametrize("user_api", [None, "openmp"])
+    @pytest.mark.parametrize("user_api", [None, "openmp", "blas"])
     def test_limits_the_pool(self, user_api):
         """To one thread, and to one more than the cores; to just the cores is what it is without a limit."""
         cores = len(os.sched_getaffinity(0))

@@ -307,7 +307,7 @@ print(more_threads())
         thread.join()
         return found[0]
 
-    @pytest.mark.parametrize("user_api", [None, "openmp"])
+    @pytest.mark.parametrize("user_api", [None, "openmp", "blas"])
     def test_other_threads_see_it(self, limits, user_api):
         wanted = fastattn.get_num_threads()
         with limits(2, user_api=user_api):
@@ -357,10 +357,25 @@ print(more_threads())
         with limits(4):
             with limits(2):
                 assert threads.thread_limit(5) == 2
-            with limits(1, user_api="blas"):
-                assert threads.thread_limit(5) == 4
             assert threads.thread_limit(5) == 4
         assert threads.thread_limit(5) == 5
+
+    def test_the_lower_of_two_apis(self, limits):
+        """A limit on BLAS is one on calls, but raises no limit on OpenMP, nor the other way round."""
+        with limits(3, user_api="blas"):
+            assert threads.thread_limit(5) == 3
+            assert self.in_a_thread(lambda: threads.thread_limit(5)) == 3
+            with limits(2, user_api="openmp"):
+                assert threads.thread_limit(5) == 2
+                with limits(4, user_api="blas"):
+                    assert threads.thread_limit(5) == 2
+                with limits(4):
+                    assert threads.thread_limit(5) == 4
+                with limits("sequential_blas_under_openmp"):
+                    assert threads.thread_limit(5) == 1
+            assert threads.thread_limit(5) == 3
+        assert threads.thread_limit(5) == 5
+        assert threads._limits == {}
 
     def test_it_raises_no_number(self, limits):
         with limits(9):
@@ -372,13 +387,16 @@ print(more_threads())
             fastattn.set_num_threads(6)
         assert threads.thread_limit(fastattn.get_num_threads()) == 6
 
-    def test_it_is_listed_once(self, limits, monkeypatch):
+    @pytest.mark.parametrize("api, listed", [(None, (2, 2)), ("openmp", (2, 3)), ("blas", (3, 2))])
+    def test_it_is_listed_once_for_each_api(self, limits, monkeypatch, api, listed):
         import threadpoolctl
 
         monkeypatch.setattr(host, "_num_threads", 3)
-        with limits(2):
+        with limits(2, user_api=api):
             ours = [pool for pool in threadpoolctl.threadpool_info() if pool["internal_api"] == "fastattn"]
-            assert [(pool["user_api"], pool["num_threads"]) for pool in ours] == [("openmp", 2)]
+            found = {pool["user_api"]: pool["num_threads"] for pool in ours}
+            assert len(ours) == 2
+            assert (found["openmp"], found["blas"]) == listed
 
     def test_show_config_shows_it(self, limits, monkeypatch, capsys):
         monkeypatch.setattr(host, "_num_threads", 3)

@@ -21,7 +21,10 @@ from fastattn._version import __version__
 MAX_THREADS = max(64, 2 * (os.cpu_count() or 1))
 
 _forked = False
-_limits: dict[int, int] = {}  # set by threadpoolctl, by the Python thread that set it
+#: What threadpoolctl sees of the package, as one more OpenMP runtime and one more BLAS: a file that is loaded
+#: with any backend, and that it has no controller for.
+_FILES = {"openmp": "_multiarray_umath", "blas": "_umath_linalg"}
+_limits: dict[tuple[str, int], int] = {}  # set by threadpoolctl, by the API and the Python thread that set it
 
 
 class _NoFork:
@@ -117,9 +120,16 @@ def is_forked() -> bool:
 
 
 def limit_by_threadpoolctl() -> int | None:
+    """The lower of the limits on OpenMP's and on BLAS's threads, for the calling thread."""
+    limits = [limit for api in _FILES if (limit := _limit_of(api)) is not None]
+    return min(limits, default=None)
+
+
+def _limit_of(api: str) -> int | None:
     """The limit that the calling thread has set, or else the smallest of other threads."""
-    own = _limits.get(_thread.get_ident())
-    return min(list(_limits.values()), default=None) if own is None else own
+    if (own := _limits.get((api, _thread.get_ident()))) is not None:
+        return own
+    return min((limit for (limited, _), limit in list(_limits.items()) if limited == api), default=None)
 
 
 class _Reported(int):
@@ -128,52 +138,46 @@ class _Reported(int):
     limit: int | None  #: set by the reporting thread, None: none
 
 
-def _reported() -> _Reported:
+def _reported(api: str) -> _Reported:
     try:
         count = min(host.get_num_threads(), MAX_THREADS)
     except ValueError:  # a bad FASTATTN_NUM_THREADS, for which a call raises
         count = host.available_cores()
-    limit = limit_by_threadpoolctl()
+    limit = _limit_of(api)
     reported = _Reported(count if limit is None else min(count, limit))
-    reported.limit = _limits.get(_thread.get_ident())
+    reported.limit = _limits.get((api, _thread.get_ident()))
     return reported
 
 
-def _set_limit(limit: int) -> None:
+def _set_limit(api: str, limit: int) -> None:
     """Sets a limit for the calling thread, and for all that have set none; or restores a reported state."""
     wanted = limit.limit if isinstance(limit, _Reported) else max(1, limit)
     if wanted is None:
-        _limits.pop(_thread.get_ident(), None)
+        _limits.pop((api, _thread.get_ident()), None)
     else:
-        _limits[_thread.get_ident()] = wanted
+        _limits[api, _thread.get_ident()] = wanted
     host.threads_changed()
 
 
 def _register(threadpoolctl: Any) -> None:
-    """Lets threadpoolctl see and limit the threads of calls.
-
-    It finds controllers by loaded libraries; NumPy's is loaded with any backend. It controls OpenMP's
-    runtimes itself, but a limit there applies only to the thread that sets it, and cannot be distinguished
-    from OMP_NUM_THREADS.
-    """
+    """Lets threadpoolctl see and limit the threads of calls: a limit on BLAS alone is one on them, too."""
     if not hasattr(threadpoolctl, "register"):  # before version 3.2
         return
 
     class Controller(threadpoolctl.LibController):  # type: ignore[misc]
-        user_api = "openmp"
         internal_api = "fastattn"
-        filename_prefixes = ("_multiarray_umath",)
 
         def get_num_threads(self) -> int:
-            return _reported()
+            return _reported(self.user_api)
 
         def set_num_threads(self, num_threads: int) -> None:
-            _set_limit(num_threads)
+            _set_limit(self.user_api, num_threads)
 
         def get_version(self) -> str:
             return __version__
 
-    threadpoolctl.register(Controller)
+    for api, file in _FILES.items():
+        threadpoolctl.register(type(api, (Controller,), {"user_api": api, "filename_prefixes": (file,)}))
 
 
 class _Finder:

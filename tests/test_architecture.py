@@ -721,6 +721,7 @@ def test_the_signature_is_the_contract():
         "scale": None,
         "softcap": None,
         "sinks": None,
+        "precision": "exact",
         "layout": "bhsd",
         "dropout": 0.0,
         "seed": None,

@@ -30,6 +30,7 @@ def test_block_sizes():
     shared = defines(source(KERNELS / "kernels.h"))
     assert int(shared["FASTATTN_KEY_CHUNK"]) == constants.KEY_CHUNK
     assert int(shared["FASTATTN_GRADIENT_ROW"]) == constants.BACKWARD_ROW_NBYTES
+    assert int(defines(source(KERNELS / "pairs.h"))["FASTATTN_PAIR_COLUMNS"]) == constants.PAIR_COLUMNS
 
 
 def test_storages():

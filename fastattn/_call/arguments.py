@@ -202,6 +202,12 @@ def check_return_weights(wanted: Any) -> bool | str:
     raise kind(f'return_weights must be False, True or "mean", got {wanted!r}')
 
 
+def check_precision(precision: Any) -> str:
+    if isinstance(precision, str) and precision in ("exact", "storage"):
+        return precision
+    raise ValueError(f'precision must be "exact" or "storage", got {precision!r}')
+
+
 def check_window(window: Any) -> tuple[int | None, int | None] | None:
     if window is None:
         return None

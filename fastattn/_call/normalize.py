@@ -37,6 +37,7 @@ from fastattn._call.arguments import (
     check_out,
     check_per_head,
     check_places,
+    check_precision,
     check_return_weights,
     check_scale,
     check_window,
@@ -584,7 +585,7 @@ def _times(query: np.ndarray, factors: np.ndarray) -> np.ndarray:
 
 
 def numbers_of(inputs: Inputs, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that a `Problem` has under their names, checked: scale, soft-cap, sinks and dropout."""
+    """The options that a `Problem` has under their names, checked."""
     scale, softcap, sinks = options["scale"], options["softcap"], options["sinks"]
     H = inputs.sizes.H
     scale = 1 / sqrt(inputs.query.shape[-1]) if scale is None else check_scale(scale, H, inputs.dtype)
@@ -599,7 +600,13 @@ def numbers_of(inputs: Inputs, options: dict[str, Any]) -> dict[str, Any]:
     if sinks is not None:
         sinks = check_per_head(sinks, "sinks", H, inputs.dtype)
     dropout = check_dropout(options["dropout"], options["seed"])
-    return {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
+    return {
+        "scale": scale,
+        "softcap": softcap,
+        "sinks": sinks,
+        "dropout": dropout,
+        "rounds_weights": check_precision(options["precision"]) == "storage",
+    }
 
 
 def result_shapes(inputs: Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:

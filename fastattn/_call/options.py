@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     BiasLike: TypeAlias = ArrayLike | Bias | tuple[ArrayLike | Bias, ...]
     RowsLike: TypeAlias = ArrayLike | Quantized | Paged  # keys or values
     LayoutName: TypeAlias = Literal["bhsd", "bshd"]
+    PrecisionName: TypeAlias = Literal["exact", "storage"]
     WindowBounds: TypeAlias = tuple[int | None, int | None]
     Yes: TypeAlias = Literal[True]
     No: TypeAlias = Literal[False]
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
     class _WeightOptions(_ScoreOptions, total=False):
         mask: Mask | ArrayLike | None
+        precision: PrecisionName
         dropout: float
         seed: int | None
 
@@ -112,6 +114,7 @@ if TYPE_CHECKING:
 
     class AttendOptions(_ScoreOptions, Generic[Lse, Weights], total=False):
         mask: Mask | ArrayLike | None
+        precision: PrecisionName
         causal: Literal[True, False, "bottom_right"]
         out: np.ndarray | None
         return_lse: Lse
@@ -160,6 +163,7 @@ OPTIONS = (
     Option("scale", None, REAL, "ABCFGLRVW"),
     Option("softcap", None, REAL, "ABCFGLRVW"),
     Option("sinks", None, ARRAY, "ABCFGLRVW"),
+    Option("precision", "exact", CHOICE, "ABCFGLVW", ("exact", "storage")),
     Option("layout", "bhsd", CHOICE, "ABFGR", ("bhsd", "bshd")),
     Option("dropout", 0.0, REAL, "ABFGLVW"),
     Option("seed", None, SEED, "ABFGLVW"),

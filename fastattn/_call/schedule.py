@@ -67,6 +67,8 @@ class Schedule(NamedTuple):
     prefetch_rows: tuple[int, int] = (0, 0)  #: split-KV: prefetch distance, in keys and in values; 0: none
     keeps_query: bool = False  #: all numbers are bfloat16, and the query's are multiplied by a power of two
     uses_pairs: bool = False  #: the path: the sweep with scores of pairs
+    #: The weights of pairs or of the fused sweep are rounded to bfloat16.
+    rounds_weights: bool = False
     uses_fused: bool = False  #: the path: the fused sweep, whose query blocks have FUSED_LANES lanes
     task_blocks: int = 0  #: fused sweep: query blocks of a task at most, and heads that they are of
     task_heads: int = 0
@@ -142,6 +144,7 @@ def _sweep_schedule(
     converts_keys, converts_values = (_is_stored(x) or _is_scattered(x) for x in (problem.key, problem.value))
     if uses_pairs:
         converts_keys = problem.key.strides[-1] != problem.key.itemsize or _is_scattered(problem.key)
+    rounds_weights = uses_pairs and problem.rounds_weights
     block_k = _block_k(sizes.len_k)
     n_key_tiles = max(1, -(-sizes.len_k // block_k))
     piece_tiles, tasks = pieces or (n_key_tiles, 1)
@@ -153,7 +156,9 @@ def _sweep_schedule(
         blocks = min(n_blocks, heads * n_blocks // num_threads)
         key_nbytes = _key_copy_nbytes(problem, blocks, uses_pairs)
         copies_keys = key_nbytes > 0
-        packs_values = _packs_values(problem, target, blocks, 2 * constants.COPY_NBYTES - key_nbytes)
+        packs_values = _packs_values(
+            problem, target, blocks, 2 * constants.COPY_NBYTES - key_nbytes, rounds_weights
+        )
     packs_chunks = (
         not (packs_values or converts_values)
         and n_vectors > constants.CHUNK_VECTORS * n_blocks
@@ -165,7 +170,7 @@ def _sweep_schedule(
         piece_tiles=piece_tiles, split_tiles=split_tiles, n_splits=n_splits,
         copies_keys=copies_keys, packs_values=packs_values, packs_chunks=packs_chunks,
         converts_keys=converts_keys and not copies_keys, converts_values=converts_values and not packs_values,
-        keeps_query=uses_pairs, uses_pairs=uses_pairs, **factors._asdict(),
+        keeps_query=uses_pairs, uses_pairs=uses_pairs, rounds_weights=rounds_weights, **factors._asdict(),
     )  # fmt: skip
 
 
@@ -251,7 +256,7 @@ def _fused_schedule(problem: Problem, target: Target, num_threads: int, small: b
         num_threads=min(num_threads, n_tasks), is_small=small, uses_split_kv=False, block_k=constants.BLOCK_K,
         n_vectors=n_blocks * lanes // target.lanes, n_blocks=n_blocks, max_lanes=lanes, n_tasks=n_tasks,
         converts_values=converts_values, keeps_query=keeps_query, uses_fused=True, task_blocks=task_blocks,
-        task_heads=task_heads, **factors._asdict(),
+        task_heads=task_heads, rounds_weights=keeps_query and problem.rounds_weights, **factors._asdict(),
     )  # fmt: skip
 
 
@@ -302,10 +307,13 @@ def _key_copy_nbytes(problem: Problem, blocks: int, uses_pairs: bool) -> int:
     return nbytes if is_worth else 0
 
 
-def _packs_values(problem: Problem, target: Target, blocks: int, most: int) -> bool:
-    """Whether a thread packs the values of a head, for `blocks` query blocks, into `most` bytes at most."""
+def _packs_values(problem: Problem, target: Target, blocks: int, most: int, rounds_weights: bool) -> bool:
+    """Whether a thread packs the values of a head, for `blocks` query blocks, into `most` bytes at most: in
+    the dtype of the computation, or in pairs as stored."""
     sizes = problem.sizes
     nbytes = sizes.len_k * _up(sizes.value_dim, target.panel_columns) * problem.dtype.itemsize
+    if rounds_weights:
+        nbytes = _up(sizes.len_k, 2) * _up(sizes.value_dim, constants.PAIR_COLUMNS) * problem.value.itemsize
     if _is_stored(problem.value):
         least = constants.STORED_BLOCKS
     else:

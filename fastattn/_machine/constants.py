@@ -116,6 +116,8 @@ MODEL_ISAS = ("amx_model", "bf16_model")
 KEY_CHUNK = 64  #: keys of one of `softmax` and `accumulate`
 SCORE_COLUMNS = 128  #: columns of one of `score`
 
+PAIR_COLUMNS = 32  #: of values that are paired at once, see ``pairs.h``
+
 # ------------------------------------------------------------------ the schedule
 
 # Keys of a key tile. 256 keeps scores, keys and values of a tile inside a 1 MB L2 up to head_dim 256 and

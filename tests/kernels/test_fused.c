@@ -19,6 +19,7 @@ static int groups_in(int n) { return (n + OF_GROUP - 1) / OF_GROUP; }
 static char *groups_for(int n, int n_parts) { return take((ptrdiff_t)n * n_parts * PART_NBYTES, 64, 0); }
 static int any_parts(void) { return below(3) ? 3 : 1; }
 static int any_query_parts(int n_parts) { return n_parts == 1 && below(2) ? 1 : 3; }
+static int any_weight_parts(int query_parts) { return query_parts == 1 && below(2) ? 1 : 3; }
 
 static float float_of(uint32_t bits) {
     float x;
@@ -208,7 +209,7 @@ static void check_other_scores(const fastattn_unit *u, const float *k, int head_
     kernels->fused->score(scores, ld, u->query, u->key, u->n_parts, n_keys, head_dim);
     kernels->fused->end();
     if (u->n_parts == 1) {
-        other.n_parts = other.query_parts = 3;
+        other.n_parts = other.query_parts = other.weight_parts = 3;
         other.key = key_groups(k, 3, n_keys, head_dim);
     }
     other.scores = tile(padded, BLOCK_LANES);
@@ -230,7 +231,8 @@ static void check_scores(int n_keys, int head_dim, int powers) {
     const float *const q = random_floats(head_dim * BLOCK_LANES, query_parts, powers);
     const float *const k = random_floats(n_keys * head_dim, n_parts, powers);
     fastattn_unit u = {.query = query_groups(q, head_dim), .key = key_groups(k, n_parts, n_keys, head_dim),
-                       .n_parts = n_parts, .query_parts = query_parts, .n_keys = n_keys};
+                       .n_parts = n_parts, .query_parts = query_parts,
+                       .weight_parts = any_weight_parts(query_parts), .n_keys = n_keys};
     float top[BLOCK_LANES];
     u.plain = below(groups_in(n_keys) + 1) * OF_GROUP;
     u.plain_stop = below(2) ? n_keys : u.plain + below((padded - (int)u.plain) / OF_GROUP + 1) * OF_GROUP;
@@ -282,6 +284,7 @@ static fastattn_unit scores_to_weigh(int n_keys) {
                        .weights = groups_for(groups_in(n_keys), 3), .row_max = tile(1, BLOCK_LANES),
                        .row_sum = tile(1, BLOCK_LANES)};
     u.query_parts = any_query_parts(u.n_parts);
+    u.weight_parts = any_weight_parts(u.query_parts);
     for (int lane = 0; lane < BLOCK_LANES; lane++) {
         const int kind = lane % 4, only = below(n_keys);
         const double spread = lane % 5 ? 8 : 200;
@@ -316,7 +319,7 @@ static void check_weights(int n_keys, float factor) {
         const float top = fmaxf(old_max[lane], u.tile_max[lane]);
         const double change = top == -INFINITY ? -INFINITY : (double)factor * ((double)old_max[lane] - top);
         const double want_scale = exp2(change), scale = u.rescale[lane];
-        double sum = scale * old_sum[lane];
+        double sum = scale * old_sum[lane], sum_error = 0;
         CHECK(u.row_max[lane] == top, "row_max is %g, not %g", (double)u.row_max[lane], (double)top);
         CHECK(change == -INFINITY || change == 0 || (change < -125 && scale == 0)
                   ? scale == (change == 0 ? 1 : 0)
@@ -325,29 +328,32 @@ static void check_weights(int n_keys, float factor) {
         for (int j = 0; j < padded; j++) {
             const char *const group = u.weights + j / OF_GROUP * GROUP_NBYTES;
             const float s = u.scores[j * BLOCK_LANES + lane];
-            const double got = parts_sum(group, 1, 3, lane, j % OF_GROUP);
+            const int n_parts = u.weight_parts;
+            const double got = parts_sum(group, 1, n_parts, lane, j % OF_GROUP);
             const double high = part_of(group, 1, 0, lane, j % OF_GROUP);
-            const double middle = part_of(group, 1, 1, lane, j % OF_GROUP);
-            const double low = part_of(group, 1, 2, lane, j % OF_GROUP);
-            sum += got;
+            const double middle = n_parts == 3 ? part_of(group, 1, 1, lane, j % OF_GROUP) : 0;
+            const double low = n_parts == 3 ? part_of(group, 1, 2, lane, j % OF_GROUP) : 0;
+            const long double exponent = (long double)factor * ((long double)s - top);
+            const long double exact = s == -INFINITY ? 0 : exp2l(exponent);
+            sum += n_parts == 3 ? got : (double)exact;
+            sum_error += n_parts == 3 || exact == 0 ? 0 : weight_bound((double)exponent) * 0x1p-24 * (double)exact;
             CHECK(high >= 0 && middle >= 0 && low >= 0 && middle <= high * 0x1p-7 && low <= high * 0x1p-15,
                   "the parts of a weight are %g, %g and %g", high, middle, low);
             if (s == -INFINITY) {
                 CHECK(high == 0 && middle == 0 && low == 0, "the weight of -inf is %g", got);
             } else {
-                const long double exponent = (long double)factor * ((long double)s - top), exact = exp2l(exponent);
-                /* A part has no bit below 2^-133. */
+                /* A part has no bit below 2^-133; one part alone is rounded to 8 bits. */
                 const double error = (double)((fabsl(got - exact) - 0x1p-133L) / exact * 0x1p24L);
-                const double bound = weight_bound((double)exponent);
+                const double bound = weight_bound((double)exponent) + (n_parts == 3 ? 0 : 0x1p16);
                 CHECK(error <= bound || (exponent < -125 && got == 0), "the weight of 2^" NUMBER " is " NUMBER,
                       (double)exponent, got);
-                if (got > 0 && error / bound > fused_errors.weights) fused_errors.weights = error / bound;
+                if (n_parts == 3 && got > 0 && error / bound > fused_errors.weights) fused_errors.weights = error / bound;
                 /* The only one in this sum, of which no bit is lost. */
-                if (lane % 4 == 2)
+                if (lane % 4 == 2 && n_parts == 3)
                     CHECK(u.row_sum[lane] >= 0x1p-110f ? got == u.row_sum[lane] : u.row_sum[lane] - got <= 0x1p-133,
                           "the parts sum to " NUMBER ", not " NUMBER, got, (double)u.row_sum[lane]);
             }
-            for (int part = 0; part < 3; part++) {
+            for (int part = 0; part < n_parts; part++) {
                 const int is_kept = j < n_keys && words[j / 32 * BLOCK_LANES + lane] >> (j % 32) & 1;
                 const double want = is_kept ? part_of(group, 1, part, lane, j % OF_GROUP) : 0;
                 const char *const after_drop = dropped.weights + j / OF_GROUP * GROUP_NBYTES;
@@ -357,7 +363,7 @@ static void check_weights(int n_keys, float factor) {
             }
         }
         /* 16 sums of two keys are added, then the sums of the groups, then what was there. */
-        CHECK(fabs(u.row_sum[lane] - sum) <= (16 + groups_in(n_keys) + 2) * 0x1p-24 * sum + n_keys * 0x1p-133,
+        CHECK(fabs(u.row_sum[lane] - sum) <= (16 + groups_in(n_keys) + 2) * 0x1p-24 * sum + sum_error + n_keys * 0x1p-133,
               "%d keys: row_sum is " NUMBER ", not " NUMBER, n_keys, (double)u.row_sum[lane], sum);
         CHECK(same(dropped.row_sum[lane], u.row_sum[lane]) && same(dropped.row_max[lane], u.row_max[lane]) &&
                   same(dropped.rescale[lane], u.rescale[lane]),
@@ -375,17 +381,19 @@ static void test_weights(void) {
 
 static void check_sums(int n_keys, int value_dim, int is_first) {
     const int n_groups = groups_in(n_keys), first = below(3), tile_groups = first + n_groups + below(3);
-    const int n_parts = any_parts(), rows = first * OF_GROUP + n_keys;
+    const int n_parts = any_parts(), rows = first * OF_GROUP + n_keys, query_parts = any_query_parts(n_parts);
+    const int weight_parts = any_weight_parts(query_parts);
     const float *const v = random_floats(rows * value_dim, n_parts, below(2) * 10);
     char *const weights = groups_for(n_groups, 3);
     float *const acc = tile(value_dim, BLOCK_LANES), old[MOST_COLUMNS * BLOCK_LANES];
     float p[TILE_KEYS][BLOCK_LANES] = {};
     fastattn_unit u = {.value = value_groups(v, n_parts, rows, value_dim, tile_groups) + first * n_parts * PART_NBYTES,
-                       .n_parts = n_parts, .query_parts = any_query_parts(n_parts), .tile_groups = tile_groups, .n_keys = n_keys, .acc = acc,
+                       .n_parts = n_parts, .query_parts = query_parts, .weight_parts = weight_parts,
+                       .tile_groups = tile_groups, .n_keys = n_keys, .acc = acc,
                        .is_first = is_first, .weights = weights}, other;
     for (int j = 0; j < n_groups * OF_GROUP; j++)
         for (int lane = 0; lane < BLOCK_LANES; lane++) {
-            float left = p[j][lane] = j < n_keys && below(8) ? (float)exp2(uniform(-20, 0)) : 0;
+            float left = p[j][lane] = cut_to(weight_parts, j < n_keys && below(8) ? (float)exp2(uniform(-20, 0)) : 0);
             for (int part = 0; part < 3; part++) {
                 uint32_t bits;
                 memcpy(&bits, &left, 4);
@@ -399,7 +407,7 @@ static void check_sums(int n_keys, int value_dim, int is_first) {
     for (int i = 0; !is_first && i < value_dim * BLOCK_LANES; i++) acc[i] = (float)uniform(-100, 100);
     memcpy(old, acc, (size_t)(value_dim * BLOCK_LANES) * 4);
     other = u;
-    other.n_parts = other.query_parts = 3;
+    other.n_parts = other.query_parts = other.weight_parts = 3;
     other.value = value_groups(v, 3, rows, value_dim, tile_groups) + first * GROUP_NBYTES;
     other.acc = memcpy(tile(value_dim, BLOCK_LANES), acc, (size_t)(value_dim * BLOCK_LANES) * 4);
     step(NULL, NULL, &u, 1, value_dim, 1);
@@ -430,7 +438,7 @@ static void test_sums(void) {
 enum { MOST_BLOCKS = 3, MOST_KEYS = 600 };
 
 typedef struct {
-    int n_blocks, n_parts, query_parts, len_k, head_dim, value_dim;
+    int n_blocks, n_parts, query_parts, weight_parts, len_k, head_dim, value_dim;
     float factor;
     float *q, *k, *v;      /* q[block][d][lane], k[j][d], v[j][e] */
     unsigned char *masked; /* [block][lane][j] */
@@ -497,6 +505,7 @@ static void start_unit(const Fused *f, fastattn_unit *u, int t, int block, int k
     u->value = work.values[key_tile] + group * f->n_parts * PART_NBYTES;
     u->n_parts = f->n_parts;
     u->query_parts = f->query_parts;
+    u->weight_parts = f->weight_parts;
     u->tile_groups = TILE_KEYS / OF_GROUP;
     u->n_keys = stop - key0;
     u->row_max = work.row_max[block], u->row_sum = work.row_sum[block], u->acc = work.acc[block];
@@ -550,8 +559,9 @@ static unsigned char *no_masks(ptrdiff_t n) { return (unsigned char *)memset(tak
 
 static Fused fused_problem(int n_blocks, int len_k, int head_dim, int value_dim, int masks) {
     const float factors[] = {1, (float)LOG2E};
-    const int n_parts = any_parts();
-    Fused f = {n_blocks, n_parts, any_query_parts(n_parts), len_k, head_dim, value_dim, factors[below(2)], .high = len_k};
+    const int n_parts = any_parts(), query_parts = any_query_parts(n_parts);
+    Fused f = {n_blocks, n_parts, query_parts, any_weight_parts(query_parts), len_k, head_dim, value_dim,
+               factors[below(2)], .high = len_k};
     f.q = random_floats(n_blocks * head_dim * BLOCK_LANES, f.query_parts, 0);
     f.k = random_floats(len_k * head_dim, f.n_parts, 0), f.v = random_floats(len_k * value_dim, f.n_parts, 0);
     f.masked = no_masks(n_blocks * BLOCK_LANES * len_k);
@@ -596,7 +606,8 @@ static void check_row(const Fused *f, const FusedResult *got, int block, int lan
             const long double term = p[j] / sum * f->v[j * f->value_dim + e];
             want += term, absolute += fabsl(term);
         }
-        CHECK(fabsl(out - want) <= 0x1p-24 * absolute * (error + f->len_k / 2 + sum_bound(3 * 8)),
+        const double of_rounding = f->weight_parts == 3 ? 0 : 0x1p16; /* of weights to 8 bits */
+        CHECK(fabsl(out - want) <= 0x1p-24 * absolute * (error + of_rounding + f->len_k / 2 + sum_bound(3 * 8)),
               "block %d, lane %d, column %d is " NUMBER ", not " NUMBER, block, lane, e, out, (double)want);
     }
 }

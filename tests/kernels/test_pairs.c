@@ -193,6 +193,128 @@ static void test_bits_of_pairs(void) {
     }
 }
 
+/* ------------------------------------------------------------------ weights and values */
+
+/* To 8 bits, to nearest even; denormal numbers become 0. */
+static float rounded_to_8_bits(float x) {
+    int exponent;
+    const float mantissa = frexpf(flushed(x), &exponent);
+    return ldexpf(nearbyintf(mantissa * 256), exponent - 8);
+}
+
+static float any_weight(void) {
+    const int kind = below(8);
+    if (kind == 0) return float_of((uint32_t)below(0x3f800000)); /* of any size, denormal numbers too */
+    if (kind == 1) return float_of(0x3c000000u | (uint32_t)below(1 << 10) << 15); /* a tie, or none */
+    return kind == 2 ? 0 : (float)exp2(uniform(-20, 0));
+}
+
+static void check_pair_weights(int n_keys, int vectors, int rising) {
+    const ptrdiff_t ld = lanes * vectors, *const stops = key_stops(vectors, n_keys, rising);
+    float *const p = tile(n_keys, ld), *const before = tile(n_keys, ld);
+    for (ptrdiff_t i = 0; i < n_keys * ld; i++) p[i] = any_weight();
+    memcpy(before, p, (size_t)(n_keys * ld) * 4);
+    kernels->pairs->pair_weights(p, ld, stops);
+    for (ptrdiff_t lane = 0; lane < ld; lane++)
+        for (ptrdiff_t j = 0; j < stops[lane / lanes] + 1; j++) { /* the last pair may lack a key */
+            if (j == stops[lane / lanes] && j % 2 == 0) continue;
+            const float want = j < stops[lane / lanes] ? rounded_to_8_bits(before[j * ld + lane]) : 0;
+            const uint32_t word = word_at(p + j / 2 * ld + lane);
+            const float got = float_of(j % 2 ? word & 0xffff0000u : word << 16);
+            CHECK(same(got, want), "%d keys: weight %td of lane %td is %a, not %a", n_keys, j, lane, (double)got, (double)want);
+        }
+    release();
+}
+
+/* Values of n_keys keys in bfloat16, with gaps between them or without. */
+static Matrix random_values(int n_keys, int value_dim) {
+    const ptrdiff_t span = value_dim * 2 + (below(2) ? 0 : 2 * below(9));
+    Matrix m = matrix_of(n_keys, value_dim, below(4) ? span : -span, 2, 2, below(8));
+    for (int j = 0; j < n_keys; j++)
+        for (int e = 0; e < value_dim; e++) {
+            const float x = bfloat16_number(1);
+            memcpy(element(&m, j, e), (const char *)&x + 2, 2);
+        }
+    seal(&m);
+    return m;
+}
+
+static float value_at(const Matrix *m, int j, int e) {
+    uint16_t half;
+    memcpy(&half, element(m, j, e), 2);
+    return float_of((uint32_t)half << 16);
+}
+
+static char *pairs_of_values(const Matrix *m) {
+    const int n_keys = (int)m->rows, value_dim = (int)m->cols;
+    char *const pairs = take((n_keys + 1) / 2 * fastattn_pairs_nbytes(value_dim), 64, 0);
+    kernels->pairs->pair_values(pairs, m->at, m->row, n_keys, value_dim);
+    return pairs;
+}
+
+static void check_pair_values(int n_keys, int value_dim) {
+    const Matrix m = random_values(n_keys, value_dim);
+    const char *const pairs = pairs_of_values(&m);
+    const ptrdiff_t row = fastattn_pairs_nbytes(value_dim);
+    for (int j = 0; j < n_keys + n_keys % 2; j++)
+        for (int e = 0; e < row / 4; e++) {
+            const uint32_t word = word_at(pairs + j / 2 * row + fastattn_pair_at(e));
+            const float got = float_of(j % 2 ? word & 0xffff0000u : word << 16);
+            const float want = j < n_keys && e < value_dim ? value_at(&m, j, e) : 0;
+            CHECK(same(got, want), "%d keys, %d columns: key %d, column %d is %g, not %g", n_keys, value_dim, j, e,
+                  (double)got, (double)want);
+        }
+    release();
+}
+
+static double largest_value_error;
+
+/* Two roundings for each pair, in chains of partial sums; and of what was there, rescaled. */
+static void check_accumulate_pairs(int n_keys, int value_dim, int vectors, int rescaled) {
+    const ptrdiff_t ld = lanes * kernels->max_vectors, *const stops = key_stops(vectors, n_keys, below(3) == 0);
+    const ptrdiff_t first_chunk = 4 * (1 + below(FASTATTN_KEY_CHUNK / 4)), columns = (value_dim + 7) / 8 * 8;
+    const Matrix m = random_values(n_keys, value_dim);
+    const char *const values = pairs_of_values(&m);
+    float *const p = tile(n_keys, ld), *const rounded_p = tile(n_keys, ld);
+    float *const acc = filled(columns, ld, 0), *const old = filled(columns, ld, 0), *const rescale = tile(1, ld);
+    for (ptrdiff_t i = 0; i < n_keys * ld; i++) p[i] = (float)exp2(uniform(-20, 0)), rounded_p[i] = rounded_to_8_bits(p[i]);
+    for (ptrdiff_t lane = 0; lane < ld; lane++) rescale[lane] = (float)uniform(0, 1);
+    for (ptrdiff_t i = 0; i < columns * ld; i++) old[i] = acc[i] = (float)uniform(-10, 10);
+    kernels->pairs->pair_weights(p, ld, key_stops(kernels->max_vectors, n_keys, 0));
+    for (int v = 0; v < vectors; v++) /* what pair_weights leaves where a vector's keys end within a pair */
+        for (ptrdiff_t lane = v * lanes; stops[v] % 2 && lane < (v + 1) * lanes; lane++) {
+            const uint32_t word = word_at(p + stops[v] / 2 * ld + lane) & 0xffff;
+            memcpy(p + stops[v] / 2 * ld + lane, &word, 4);
+        }
+    kernels->pairs->accumulate(acc, p, rescaled ? rescale : NULL, ld, vectors, values, stops, first_chunk, value_dim, NULL, 0, 0);
+    for (ptrdiff_t lane = 0; lane < lanes * vectors; lane++)
+        for (int e = 0; e < value_dim; e++) {
+            long double sum = rescaled ? (long double)rescale[lane] * old[e * ld + lane] : 0, absolute = fabsl(sum);
+            for (int j = 0; j < stops[lane / lanes]; j++) {
+                const double product = (double)rounded_p[j * ld + lane] * value_at(&m, j, e);
+                sum += product, absolute += fabs(product);
+            }
+            const float got = acc[e * ld + lane];
+            const double error = absolute > 0 ? (double)(fabsl(got - sum) / absolute * 0x1p24L) : got == 0 ? 0 : INFINITY;
+            if (error > largest_value_error) largest_value_error = error;
+            CHECK(error <= FASTATTN_KEY_CHUNK + 2 + n_keys / FASTATTN_KEY_CHUNK, "%d keys: column %d, lane %td is %g, not %g", n_keys,
+                  e, lane, (double)got, (double)sum);
+        }
+    release();
+}
+
+static void test_weights_and_values(void) {
+    for (int n_keys = 1; n_keys <= 140; n_keys++) {
+        check_pair_weights(n_keys, 1 + below(kernels->max_vectors), n_keys % 2);
+        check_pair_values(n_keys, 1 + below(200));
+        check_accumulate_pairs(n_keys, 1 + below(100), 1 + below(kernels->max_vectors), n_keys % 3 == 0);
+    }
+    for (int value_dim = 1; value_dim <= 140; value_dim++) {
+        check_pair_values(1 + below(8), value_dim);
+        check_accumulate_pairs(1 + below(80), value_dim, 1 + below(kernels->max_vectors), value_dim % 2);
+    }
+}
+
 static void test_pairs(char *errors, size_t room) {
     static const struct {
         const char *name;
@@ -202,11 +324,12 @@ static void test_pairs(char *errors, size_t room) {
         {"score_pairs", test_score_pairs},
         {"pairs_independence", test_pairs_independence},
         {"bits_of_pairs", test_bits_of_pairs},
+        {"weights_and_values", test_weights_and_values},
     };
-    largest_pair_error = 0;
+    largest_pair_error = largest_value_error = 0;
     for (int t = 0; t < COUNT(own); t++) {
         current = own[t].name;
         own[t].run();
     }
-    snprintf(errors, room, "scores %.2f of 2^-24 times absolute sums", largest_pair_error);
+    snprintf(errors, room, "scores %.2f, values %.2f of 2^-24 times absolute sums", largest_pair_error, largest_value_error);
 }

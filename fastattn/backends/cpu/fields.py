@@ -79,9 +79,11 @@ COUNTS = (
     # Fused sweep: groups of keys in a key tile, bytes of its groups of keys and values, and bytes of a query
     # block's accumulators.
     "uses_pairs", "uses_fused",
+    "pairs_values",  # the sweep's weights are rounded, and its products with values are of pairs, too
     "scores_on_tiles",  # gradients: scores of the fused kernels
     "n_parts",  # bfloat16 numbers that a key or value is the sum of: 3, or 1 where it is one
     "query_parts",  # likewise; 1 only where n_parts is
+    "weight_parts",  # of a weight: 3, or 1 where it is rounded, and n_parts and query_parts are 1
     "tile_groups", "tile_nbytes", "acc_nbytes",
     "partials", "left",  # addresses: each task's partial result, and the unfinished tasks of each query block
     "scratch_nbytes",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastattn._call.problem import Sizes
 from fastattn._call.schedule import WORD, Schedule, Target
 from fastattn._call.storage import BFLOAT16, Rows, storage_code
-from fastattn._machine.constants import KEY_CHUNK
+from fastattn._machine.constants import KEY_CHUNK, PAIR_COLUMNS
 from fastattn.backends.cpu.fields import (
     EPILOGUES,
     FIELDS,
@@ -168,6 +168,8 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
     stored = {fields["key_storage"], fields["value_storage"]}
     fields["n_parts"] = 1 if stored == {BFLOAT16} else 3
     fields["query_parts"] = 1 if schedule.keeps_query else 3
+    fields["weight_parts"] = 1 if schedule.rounds_weights else 3
+    fields["pairs_values"] = schedule.uses_pairs and schedule.rounds_weights
     if schedule.uses_split_kv:
         fields["query_ld"] = -(-fields["head_dim"] // lanes) * lanes
         fields["acc_ld"] = acc_ld = -(-fields["value_dim"] // lanes) * lanes
@@ -177,7 +179,8 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
         _set_fused(fields, schedule)
     else:
         fields["panel"] = lines(fields["len_k"] * target.panel_columns * itemsize)
-        acc = -(-fields["value_dim"] // target.panel_columns) * target.panel_columns * schedule.max_lanes
+        columns = 8 if fields["pairs_values"] else target.panel_columns  # of whole register tiles
+        acc = -(-fields["value_dim"] // columns) * columns * schedule.max_lanes
     if schedule.piece_tiles:
         n_key_tiles = -(-fields["len_k"] // schedule.block_k)
         fields["n_pieces"] = n_pieces = -(-n_key_tiles // schedule.piece_tiles)
@@ -244,7 +247,9 @@ def _lay_out(
         query = head_dim * line
         copied_keys = fields["len_k"] if schedule.copies_keys else block_k * schedule.converts_keys
         key_copy = copied_keys * head_dim * (problem.key.itemsize if schedule.uses_pairs else itemsize)
-        if schedule.packs_values:
+        if fields["pairs_values"]:
+            value_copy = _pairs_nbytes(fields["len_k"] if schedule.packs_values else block_k, value_dim)
+        elif schedule.packs_values:
             value_copy = panels * fields["panel"]
         elif schedule.packs_chunks:
             value_copy = panels * target.panel_columns * KEY_CHUNK * itemsize
@@ -276,13 +281,20 @@ def _lay_out(
         nbytes |= _fused_tiles(fields, schedule)
     if schedule.uses_pairs:
         nbytes |= {"query_pairs": query // 2, "other_scores": block_k * line, "other_max": line}
-        nbytes["staged"] = max(staged, tile * head_dim)
+        nbytes["staged"] = max(staged, tile * max(head_dim, value_dim))
+        if nbytes["clean"]:
+            nbytes["clean"] = max(nbytes["clean"], _pairs_nbytes(block_k, value_dim))
     nbytes |= larger
     at = 0
     for to, n in zip(OFFSETS, nbytes.values(), strict=True):
         fields[to] = at
         at += n + 63 & -64  # whole cache lines
     fields["scratch_nbytes"] = at
+
+
+def _pairs_nbytes(n_keys: int, value_dim: int) -> int:
+    """Bytes of values as pairs of bfloat16, see ``kernels/pairs.h``."""
+    return (n_keys + 1) // 2 * -(-value_dim // PAIR_COLUMNS) * PAIR_COLUMNS * 4
 
 
 def address_of(array: np.ndarray) -> int:

@@ -88,6 +88,8 @@ cdef inline void find_head(const Job *job, const Scratch *w, Block *block) noexc
     values.row = job.value_dim * job.itemsize
     values.col = job.itemsize
     values.panel = panel_cols * job.itemsize
+    if job.pairs_values:
+        return
     if job.packs_values:
         values.row = panel_cols * job.itemsize
         values.panel = job.panel
@@ -96,6 +98,11 @@ cdef inline void find_head(const Job *job, const Scratch *w, Block *block) noexc
         values.row = block.value.row
         values.col = block.value.col
         values.panel = panel_cols * block.value.col
+
+
+cdef inline char *value_pairs(const Job *job, const Block *block, Py_ssize_t key) noexcept nogil:
+    """Where the thread has the pairs of a head's values, from an even key on."""
+    return <char *>block.values.at + key // 2 * fastattn_pairs_nbytes(job.value_dim)
 
 
 cdef void find_block(const Job *job, Scratch *w, Block *block, Py_ssize_t item, Py_ssize_t kv,

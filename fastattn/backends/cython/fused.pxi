@@ -207,6 +207,7 @@ cdef bint next_unit(const Job *job, Scratch *w, Task *task, Unit *unit, TileStat
     unit.work.value = tile.value + first * PART_NBYTES * job.n_parts
     unit.work.n_parts = <int>job.n_parts
     unit.work.query_parts = <int>job.query_parts
+    unit.work.weight_parts = <int>job.weight_parts
     unit.work.tile_groups = job.tile_groups
     unit.work.n_keys = n_keys
     unit.work.row_max = <float *>w.row_max
@@ -295,14 +296,9 @@ cdef void keep_words(const Job *job, Scratch *w, const Block *block, Unit *unit,
                 unit.words[j // WORD * FUSED_LANES + lane] &= ~(<uint32_t>1 << (j % WORD))
 
 
-cdef inline float bfloat16_of(const char *groups, Py_ssize_t key, Py_ssize_t lane) noexcept nogil:
+cdef inline float part_of(const char *groups, Py_ssize_t key, Py_ssize_t lane) noexcept nogil:
     """A part of a weight, of a key of the group and a lane; `groups` begins with that part."""
-    cdef uint32_t word
-    cdef float part
-    memcpy(&word, groups + lane // 16 * 1024 + key % 16 * 64 + lane % 16 * 4, sizeof(uint32_t))
-    word = word << 16 if key < 16 else word & <uint32_t>0xffff0000
-    memcpy(&part, &word, sizeof(float))
-    return part
+    return bfloat16_at(groups + lane // 16 * 1024 + key % 16 * 64 + lane % 16 * 4 + key // 16 * 2)
 
 
 cdef void add_values(const Job *job, Scratch *w, const Task *task, const Unit *unit) noexcept nogil:
@@ -310,7 +306,7 @@ cdef void add_values(const Job *job, Scratch *w, const Task *task, const Unit *u
     cdef const Block *block = &task.blocks[unit.block]
     cdef const float *values = <const float *>w.staged
     cdef const char *weights
-    cdef Py_ssize_t j, key, e, lane
+    cdef Py_ssize_t j, key, e, lane, part
     cdef float p[FUSED_LANES]
     cdef uint32_t allowed
     for j in range(unit.work.n_keys):
@@ -320,9 +316,9 @@ cdef void add_values(const Job *job, Scratch *w, const Task *task, const Unit *u
         weights = unit.work.weights + j // GROUP_KEYS * GROUP_NBYTES
         allowed = 0
         for lane in range(FUSED_LANES):
-            p[lane] = (bfloat16_of(weights + 2 * PART_NBYTES, j % GROUP_KEYS, lane)
-                       + bfloat16_of(weights + PART_NBYTES, j % GROUP_KEYS, lane)
-                       + bfloat16_of(weights, j % GROUP_KEYS, lane))
+            p[lane] = 0
+            for part in range(job.weight_parts):   # the low one first
+                p[lane] += part_of(weights + (job.weight_parts - 1 - part) * PART_NBYTES, j % GROUP_KEYS, lane)
             allowed |= (unit.words[j // WORD * FUSED_LANES + lane] >> j % WORD & 1) << lane
         load_rows(job, w.staged, &block.value, key, 1, job.value_dim)
         for e in range(job.value_dim):

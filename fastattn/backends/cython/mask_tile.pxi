@@ -171,9 +171,14 @@ cdef inline void copy_rows(const Job *job, Scratch *w, const Block *block, Py_ss
     cdef char *panels
     if job.copies_keys:
         load_scored_keys(job, block.keys + start * key_nbytes(job), &block.key, start, stop - start)
+    if job.pairs_values:
+        start -= start % 2   # the last pair of before may have lacked a key
     while job.packs_values and start < stop:
         panels = <char *>block.values.at + start * block.values.row
-        if job.value_storage:
+        if job.pairs_values:
+            n_rows = min(stop - start, job.block_k)
+            load_value_pairs(job, w, value_pairs(job, block, start), &block.value, start, n_rows)
+        elif job.value_storage:
             n_rows = min(stop - start, job.block_k)
             load_rows(job, w.staged, &block.value, start, n_rows, job.value_dim)
             kernels_of(job).pack_values(panels, block.values.panel, w.staged, job.value_dim * job.itemsize, job.itemsize,

@@ -118,16 +118,51 @@ cdef inline void load_rows(const Job *job, char *to, const HeadRows *rows, Py_ss
         n_rows -= n
 
 
+cdef inline float bfloat16_at(const char *at) noexcept nogil:
+    cdef uint16_t upper
+    cdef uint32_t word
+    cdef float x
+    memcpy(&upper, at, sizeof(uint16_t))
+    word = <uint32_t>upper << 16
+    memcpy(&x, &word, sizeof(float))
+    return x
+
+
+cdef inline void copy_stored_rows(char *to, const HeadRows *rows, Py_ssize_t key, Py_ssize_t n_rows,
+                                  Py_ssize_t n_cols) noexcept nogil:
+    """Rows of bfloat16 as they are stored, contiguous."""
+    cdef Py_ssize_t n
+    while n_rows > 0:
+        n = run_of(rows, key, n_rows)
+        fastattn_copy_rows(to, row_at(rows, key), rows.row, rows.col, PAIR_NBYTES // 2, n, n_cols)
+        to += n * n_cols * (PAIR_NBYTES // 2)
+        key += n
+        n_rows -= n
+
+
 cdef inline void load_scored_keys(const Job *job, char *to, const HeadRows *rows, Py_ssize_t key,
                                   Py_ssize_t n_keys) noexcept nogil:
     """Keys as they are scored, contiguous: in the compute type, or as pairs of what is stored."""
-    cdef Py_ssize_t n
-    if not job.uses_pairs:
+    if job.uses_pairs:
+        copy_stored_rows(to, rows, key, n_keys, job.head_dim)
+    else:
         load_rows(job, to, rows, key, n_keys, job.head_dim)
-        return
+
+
+cdef inline void load_value_pairs(const Job *job, Scratch *w, char *to, const HeadRows *rows, Py_ssize_t key,
+                                  Py_ssize_t n_keys) noexcept nogil:
+    """The values of at most a key tile as pairs, see kernels/pairs.h; `key` is even."""
+    cdef Py_ssize_t n = n_keys, row = rows.row
+    cdef const char *at
     while n_keys > 0:
-        n = run_of(rows, key, n_keys)
-        fastattn_copy_rows(to, row_at(rows, key), rows.row, rows.col, PAIR_NBYTES // 2, n, job.head_dim)
-        to += n * key_nbytes(job)
+        if rows.col == PAIR_NBYTES // 2 and rows.page_size % KEY_CHUNK == 0:
+            n = run_of(rows, key, n_keys)
+            at = row_at(rows, key)
+        else:
+            copy_stored_rows(w.staged, rows, key, n, job.value_dim)
+            at = w.staged
+            row = job.value_dim * (PAIR_NBYTES // 2)
+        kernels_of(job).pairs.pair_values(to, at, row, n, job.value_dim)
+        to += n // 2 * fastattn_pairs_nbytes(job.value_dim)
         key += n
         n_keys -= n

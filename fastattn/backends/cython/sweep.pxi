@@ -99,6 +99,40 @@ cdef inline void accumulate_tile(const Job *job, Scratch *w, const Block *block,
         n_prefetch = 0
 
 
+cdef inline void accumulate_pairs(const Job *job, Scratch *w, const Block *block, char *acc, char *rescale, const char *values,
+                                  Py_ssize_t key0) noexcept nogil:
+    """`accumulate_tile` of pairs of weights and values."""
+    kernels_of(job).pairs.accumulate(acc, w.scores, rescale, block.ld, block.n_vectors, values, w.stops,
+                                     KEY_CHUNK - key0 % KEY_CHUNK, job.value_dim, w.prefetch, block.n_prefetch,
+                                     block.prefetch_nbytes)
+
+
+cdef void accumulate_clean_pairs(const Job *job, Scratch *w, const Block *block, TileState state, char *acc, char *rescale,
+                                 Py_ssize_t key0, Py_ssize_t n_keys) noexcept nogil:
+    """`accumulate_nonfinite` of pairs: nonfinite values are 0 in the products, and those that a lane may read are added one
+    by one."""
+    cdef uint16_t *stored = <uint16_t *>w.staged
+    cdef const float *values = <const float *>w.staged
+    cdef float *sums = <float *>acc
+    cdef float weight
+    cdef Py_ssize_t j, e, lane
+    copy_stored_rows(w.staged, &block.value, key0, n_keys, job.value_dim)
+    for j in range(n_keys * job.value_dim):
+        if stored[j] & 0x7f80 == 0x7f80:
+            stored[j] = 0
+    kernels_of(job).pairs.pair_values(w.clean, w.staged, job.value_dim * (PAIR_NBYTES // 2), n_keys, job.value_dim)
+    accumulate_pairs(job, w, block, acc, rescale, w.clean, key0)
+    for j in range(n_keys):
+        load_rows(job, w.staged, &block.value, key0 + j, 1, job.value_dim)
+        for e in range(job.value_dim):
+            if isfinite(values[e]):
+                continue
+            for lane in range(block.ld):
+                if is_allowed(job, w, block, state, lane, j):
+                    weight = bfloat16_at(w.scores + (j // 2 * block.ld + lane) * PAIR_NBYTES + j % 2 * 2)
+                    sums[e * block.ld + lane] += weight * values[e]
+
+
 cdef inline double headroom(const Job *job, const Scratch *w, Py_ssize_t lane) noexcept nogil:
     """A power of two that makes the weights of a row add up to at most 1/2; w.inverse has the inverse of their sum."""
     return ldexp(0.5, ilogb(job.kept_share * get_real(w.inverse + lane * job.itemsize, job.itemsize)))
@@ -147,10 +181,14 @@ cdef TileState attend_tiles(Job *job, Scratch *w, Block *block, Py_ssize_t low, 
         drop_weights(job, w, block, key0)
         if has_headroom:
             leave_headroom(job, w, block.n_rows, n_keys, job.itemsize, block.ld * job.itemsize)
+        if job.pairs_values:
+            kernels.pairs.pair_weights(w.scores, block.ld, w.stops)
         rescale = NULL if all_states == TILE_EMPTY else w.rescale
         if all_states != TILE_PARTIAL:
             all_states = TILE_PARTIAL if masks_some(job, state) else TILE_FULL
-        if clean != NULL:
+        if clean != NULL and job.pairs_values:
+            accumulate_clean_pairs(job, w, block, state, acc, rescale, key0, n_keys)
+        elif clean != NULL:
             values = tile_values(job, w, block, key0, n_keys)
             kernels.accumulate_nonfinite(acc, w.scores, rescale, block.ld, &values, w.stops, first_chunk,
                                         job.value_dim, bias_of(job, w), words_of(w, state), clean)
@@ -163,7 +201,13 @@ cdef TileState attend_tiles(Job *job, Scratch *w, Block *block, Py_ssize_t low, 
                               PREFETCH_PER_COLUMN * job.value_dim)
                 prefetch_rows(job, w, block, &job.dense, block.dense, job.dense_nbytes, tile, n_next,
                               PREFETCH_PER_COLUMN * job.value_dim)
-            accumulate_tile(job, w, block, acc, rescale, key0, n_keys)
+            if job.pairs_values:
+                if not job.packs_values:
+                    load_value_pairs(job, w, w.value_copy, &block.value, key0, n_keys)
+                accumulate_pairs(job, w, block, acc, rescale,
+                                 value_pairs(job, block, key0 if job.packs_values else 0), key0)
+            else:
+                accumulate_tile(job, w, block, acc, rescale, key0, n_keys)
             block.n_prefetch = block.prefetch_nbytes = 0
     return all_states
 
@@ -176,6 +220,12 @@ cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, Til
         for j in range(n_keys):
             if not is_allowed(job, w, block, state, lane, j):
                 set_real(rows[lane] + j * job.itemsize, 0, job.itemsize)
+
+
+cdef inline void limit_rounded(const Job *job, char *row, Py_ssize_t n_cols) noexcept nogil:
+    """Before a row becomes bfloat16: means by rounded weights, whose sum is not theirs, may be past the largest value."""
+    if job.weight_parts == 1 and job.kept_share == 1:
+        fastattn_limit_row(<float *>row, n_cols)
 
 
 cdef bint write_tile(const Job *job, Scratch *w, const Block *block, char **rows, Py_ssize_t col, int64_t storage,
@@ -202,6 +252,7 @@ cdef bint write_tile(const Job *job, Scratch *w, const Block *block, char **rows
         clear_masked(job, w, block, state[0], <char *const *>to, n_cols)
     if storage:
         for lane in range(block.n_rows):
+            limit_rounded(job, to[lane], n_cols)
             kernels_of(job).store_row(rows[lane], col, to[lane], n_cols, storage & STORAGE)
     return nonfinite
 
@@ -327,6 +378,7 @@ cdef void write_large(const Job *job, const Scratch *w, const Block *block, Py_s
                 x = min(most, max(-most, x))
             set_real(at, x, size)
             if job.out_storage:
+                limit_rounded(job, at, 1)
                 kernels_of(job).store_row(to, 0, at, 1, job.out_storage & STORAGE)
             else:
                 memcpy(to, at, size)

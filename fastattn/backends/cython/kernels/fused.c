@@ -82,8 +82,13 @@ OUTLINE void store_split(const int n_parts, char *to, VEC a, VEC b) {
     }
 }
 
-/* The same by cutting off, for weights: fewer operations, and no part of a number from 0 on is negative. */
-OUTLINE void store_cut(char *to, VEC a, VEC b) {
+/* The same by cutting off, for weights: fewer operations, and no part of a number from 0 on is negative. One part is
+ * rounded. */
+OUTLINE void store_weights(const int n_parts, char *to, VEC a, VEC b) {
+    if (n_parts == 1) {
+        store_split(1, to, a, b);
+        return;
+    }
 #pragma GCC unroll 3
     for (int part = 0; part < 3; part++) {
         store(to + part * PART, (VEC)pair(a, b));
@@ -237,7 +242,7 @@ typedef struct {
 } weighed_unit;
 
 /* The weights of two keys, one from each half of a group: row `k` of their tiles. */
-OUTLINE void weigh_pair(const int scaled, const int drops, weighed_unit *w) {
+OUTLINE void weigh_pair(const int weight_parts, const int scaled, const int drops, weighed_unit *w) {
     const ptrdiff_t group = w->next / TILE_SIDE, k = w->next % TILE_SIDE;
     const float *const s = w->scores + (group * GROUP_ROWS + k) * LD;
     char *const to = w->weights + group * FASTATTN_GROUP_NBYTES + k * 64;
@@ -254,8 +259,8 @@ OUTLINE void weigh_pair(const int scaled, const int drops, weighed_unit *w) {
             x[2 * half] = select_by_bit(word >> k, x[2 * half], (VEC){});
             x[2 * half + 1] = select_by_bit(word >> (k + TILE_SIDE), x[2 * half + 1], (VEC){});
         }
-    store_cut(to, x[0], x[1]);
-    store_cut(to + TILE_NBYTES, x[2], x[3]);
+    store_weights(weight_parts, to, x[0], x[1]);
+    store_weights(weight_parts, to + TILE_NBYTES, x[2], x[3]);
     if (k == TILE_SIDE - 1)
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
@@ -265,21 +270,21 @@ OUTLINE void weigh_pair(const int scaled, const int drops, weighed_unit *w) {
     w->next++;
 }
 
-INLINE void weigh_when_due(const int scaled, const int drops, weighed_unit *w) {
+INLINE void weigh_when_due(const int weight_parts, const int scaled, const int drops, weighed_unit *w) {
     w->due_prefetch += w->n_prefetch;
     for (; w->due_prefetch >= w->n_turns; w->due_prefetch -= w->n_turns, w->prefetch++)
         for (int at = 0; at < FASTATTN_PREFETCH_NBYTES; at += 64) __builtin_prefetch(*w->prefetch + at, 0, 2);
     w->due += w->n;
     while (w->due >= w->n_turns) {
         w->due -= w->n_turns;
-        weigh_pair(scaled, drops, w);
+        weigh_pair(weight_parts, scaled, drops, w);
     }
 }
 
 /* One product of the tile unit: 32 rows by 32 lanes, over n_groups groups of 32. */
 typedef struct {
     const char *left, *right;
-    int right_parts; /* 3; or 1: the others are 0, and so are those on the left */
+    int right_parts; /* 3; or 1: there are no others, or they are 0, and so are those on the left */
     float *to;
     ptrdiff_t ld; /* of the rows at `to` */
     ptrdiff_t n_groups;
@@ -294,7 +299,7 @@ typedef struct {
         TILE_PRODUCT(2, 5, 6);                                                                                 \
         TILE_PRODUCT(3, 5, 7);                                                                                 \
         TILE_LOAD(5, (next) + TILE_NBYTES);                                                                    \
-        weigh_when_due(scaled, drops, w);                                                                      \
+        weigh_when_due(weight_parts, scaled, drops, w);                                                                      \
     } while (0)
 #define TURN_RIGHT(next)                                                                                       \
     do {                                                                                                       \
@@ -304,7 +309,7 @@ typedef struct {
         TILE_PRODUCT(1, 4, 7);                                                                                 \
         TILE_PRODUCT(3, 5, 7);                                                                                 \
         TILE_LOAD(7, (next) + TILE_NBYTES);                                                                    \
-        weigh_when_due(scaled, drops, w);                                                                      \
+        weigh_when_due(weight_parts, scaled, drops, w);                                                                      \
     } while (0)
 #define TURN_BOTH(next_left, next_right)                                                                       \
     do {                                                                                                       \
@@ -316,7 +321,7 @@ typedef struct {
         TILE_PRODUCT(3, 5, 7);                                                                                 \
         TILE_LOAD(5, (next_left) + TILE_NBYTES);                                                               \
         TILE_LOAD(7, (next_right) + TILE_NBYTES);                                                              \
-        weigh_when_due(scaled, drops, w);                                                                      \
+        weigh_when_due(weight_parts, scaled, drops, w);                                                                      \
     } while (0)
 #define TURNS(n_parts, right_parts) ((n_parts) == 3 ? 6 : (right_parts)) /* for each group */
 
@@ -343,8 +348,8 @@ INLINE void zero_sums(void) {
 
 /* Runs a job, whose first operands are loaded, and loads those of the next: the smaller products of all groups, then
  * those of the high parts. */
-INLINE void multiply(const int n_parts, const int right_parts, const int scaled, const int drops,
-                     const tile_job *job, const tile_job *next, weighed_unit *w) {
+INLINE void multiply(const int n_parts, const int right_parts, const int weight_parts, const int scaled,
+                     const int drops, const tile_job *job, const tile_job *next, weighed_unit *w) {
     const char *left = job->left, *right = job->right;
     zero_sums();
     for (ptrdiff_t i = 1; right_parts == 3; i++, left += n_parts * PART, right += FASTATTN_GROUP_NBYTES) {
@@ -428,8 +433,8 @@ OUTLINE void begin_weights(const int scaled, float factor, fastattn_unit *unit, 
     w->n = groups_of(unit->n_keys) * TILE_SIDE;
 }
 
-INLINE void run_step(const int n_parts, const int query_parts, const int scaled, const int drops,
-                     fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,
+INLINE void run_step(const int n_parts, const int query_parts, const int weight_parts, const int scaled,
+                     const int drops, fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,
                      ptrdiff_t value_dim, float factor) {
     const ptrdiff_t key_groups = groups_of(head_dim);
     const ptrdiff_t n_added = added ? groups_of(value_dim) : 0;
@@ -437,7 +442,7 @@ INLINE void run_step(const int n_parts, const int query_parts, const int scaled,
     const ptrdiff_t added_groups = added ? groups_of(added->n_keys) : 0;
     const ptrdiff_t n_jobs = n_added + n_scored;
     float change[2][GROUP_ROWS * LD] __attribute__((aligned(64)));
-    weighed_unit weighing = {.n_turns = TURNS(n_parts, 3) * n_added * added_groups
+    weighed_unit weighing = {.n_turns = TURNS(n_parts, weight_parts) * n_added * added_groups
                                         + TURNS(n_parts, query_parts) * n_scored * key_groups};
     weighed_unit *const w = &weighing;
     VEC top[2] = {};
@@ -452,7 +457,7 @@ INLINE void run_step(const int n_parts, const int query_parts, const int scaled,
     /* The i-th product of the step: columns of the accumulators, then groups of keys. */
 #define JOB(i)                                                                                                 \
     ((i) < n_added                                                                                             \
-         ? (tile_job){added->value + (i) * added->tile_groups * n_parts * PART, added->weights, 3,             \
+         ? (tile_job){added->value + (i) * added->tile_groups * n_parts * PART, added->weights, weight_parts,  \
                        change[(i) % 2], LD, added_groups}                                                      \
          : (tile_job){scored->key + ((i) - n_added) * key_groups * n_parts * PART, scored->query, query_parts, \
                        scored->scores + ((i) - n_added) * GROUP_ROWS * LD, LD, key_groups})
@@ -472,17 +477,17 @@ INLINE void run_step(const int n_parts, const int query_parts, const int scaled,
         load_first(n_parts, &job);
         for (ptrdiff_t i = 0; i < n_jobs; i++) {
             const tile_job next = i + 1 < n_jobs ? JOB(i + 1) : job;
-            if (query_parts == 1 && i >= n_added)
-                multiply(n_parts, 1, scaled, drops, &job, &next, w);
+            if ((i < n_added ? weight_parts : query_parts) == 1)
+                multiply(n_parts, 1, weight_parts, scaled, drops, &job, &next, w);
             else
-                multiply(n_parts, 3, scaled, drops, &job, &next, w);
+                multiply(n_parts, 3, weight_parts, scaled, drops, &job, &next, w);
             TILE_FENCE();
             if (i > 0) AFTER(i - 1);
             job = next;
         }
         AFTER(n_jobs - 1);
     }
-    while (w->next < w->n) weigh_pair(scaled, drops, w);
+    while (w->next < w->n) weigh_pair(weight_parts, scaled, drops, w);
     TILE_FENCE();
 #undef JOB
 #undef AFTER
@@ -498,21 +503,24 @@ INLINE void run_step(const int n_parts, const int query_parts, const int scaled,
         }
 }
 
-#define STEP(name, n_parts, query_parts, scaled, drops)                                                        \
+#define STEP(name, n_parts, query_parts, weight_parts, scaled, drops)                                          \
     static __attribute__((noinline)) void name(fastattn_unit *scored, fastattn_unit *weighted,                 \
                                                fastattn_unit *added, ptrdiff_t head_dim,                       \
                                                ptrdiff_t value_dim, float factor) {                            \
-        run_step(n_parts, query_parts, scaled, drops, scored, weighted, added, head_dim, value_dim, factor); \
+        run_step(n_parts, query_parts, weight_parts, scaled, drops, scored, weighted, added, head_dim,         \
+                 value_dim, factor);                                                                           \
     }
-/* By the parts of keys and values, and of queries. */
-STEP(plain_step_33, 3, 3, 0, 0)
-STEP(scaled_step_33, 3, 3, 1, 0)
-STEP(dropping_step_33, 3, 3, 1, 1)
-STEP(plain_step_13, 1, 3, 0, 0)
-STEP(scaled_step_13, 1, 3, 1, 0)
-STEP(dropping_step_13, 1, 3, 1, 1)
-STEP(scaled_step_11, 1, 1, 1, 0)
-STEP(dropping_step_11, 1, 1, 1, 1)
+/* By the parts of keys and values, of queries, and of weights. */
+STEP(plain_step_333, 3, 3, 3, 0, 0)
+STEP(scaled_step_333, 3, 3, 3, 1, 0)
+STEP(dropping_step_333, 3, 3, 3, 1, 1)
+STEP(plain_step_133, 1, 3, 3, 0, 0)
+STEP(scaled_step_133, 1, 3, 3, 1, 0)
+STEP(dropping_step_133, 1, 3, 3, 1, 1)
+STEP(scaled_step_113, 1, 1, 3, 1, 0)
+STEP(dropping_step_113, 1, 1, 3, 1, 1)
+STEP(scaled_step_111, 1, 1, 1, 1, 0)
+STEP(dropping_step_111, 1, 1, 1, 1, 1)
 #undef STEP
 
 static void step(fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *added, ptrdiff_t head_dim,
@@ -520,10 +528,11 @@ static void step(fastattn_unit *scored, fastattn_unit *weighted, fastattn_unit *
     const fastattn_unit *const any = scored ? scored : weighted ? weighted : added;
     const int drops = weighted && weighted->drop_words, scaled = exponent_factor != 1;
 #define CHOOSE(parts, otherwise) (drops ? dropping_step_##parts : scaled ? scaled_step_##parts : otherwise)
-    (any->n_parts == 3       ? CHOOSE(33, plain_step_33)
-     : any->query_parts == 3 ? CHOOSE(13, plain_step_13)
-                             : CHOOSE(11, scaled_step_11))(scored, weighted, added, head_dim, value_dim,
-                                                           exponent_factor);
+    (any->n_parts == 3        ? CHOOSE(333, plain_step_333)
+     : any->query_parts == 3  ? CHOOSE(133, plain_step_133)
+     : any->weight_parts == 3 ? CHOOSE(113, scaled_step_113)
+                              : CHOOSE(111, scaled_step_111))(scored, weighted, added, head_dim, value_dim,
+                                                              exponent_factor);
 #undef CHOOSE
 }
 
@@ -538,7 +547,7 @@ INLINE void score_keys(const int n_parts, float *scores, ptrdiff_t ld, const cha
         tile_job next = job;
         next.left += j + GROUP_ROWS < n_keys ? n_groups * n_parts * PART : 0;
         next.to += GROUP_ROWS * ld;
-        multiply(n_parts, 3, 0, 0, &job, &next, &none);
+        multiply(n_parts, 3, 3, 0, 0, &job, &next, &none);
         job = next;
     }
     TILE_FENCE();

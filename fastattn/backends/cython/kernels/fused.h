@@ -15,7 +15,8 @@
  *
  * Operands are stored as groups of 32 by 32 elements: 3 parts of 2 tiles each. Keys and values that are bfloat16 in
  * memory have 1 part, `n_parts`, as the others would be 0: half of the products, and the same bits. Where the packed
- * queries are bfloat16, too, products with their other parts are left out likewise, `query_parts`. The groups of
+ * queries are bfloat16, too, products with their other parts are left out likewise, `query_parts`; and where weights may
+ * be rounded to bfloat16, those with other parts of the weights, `weight_parts`. The groups of
  * queries and of 32 keys are in the order of the columns; those of the values of a key tile, FASTATTN_FUSED_KEYS keys
  * or fewer, are 32 columns after 32 columns, each with the groups of all keys. Everything that these kernels work on
  * is 64-byte aligned, except the rows of the caller.
@@ -40,6 +41,7 @@ typedef struct {
     const char *query, *key, *value; /* groups: the first of the query block, of the unit's keys, and of their values */
     int n_parts;                     /* of the groups of keys and values: 3 or 1 */
     int query_parts;                 /* of those of queries that are not 0: 3; or 1, if n_parts is 1 */
+    int weight_parts;                /* 3; or 1, if query_parts is 1: weights are rounded */
     ptrdiff_t tile_groups;           /* of 32 keys that the key tile has for each 32 columns of values */
     ptrdiff_t n_keys;
     /* `step` finds the largest of the scores plain .. plain_stop - 1, multiples of 32 but for n_keys, in tile_max; the

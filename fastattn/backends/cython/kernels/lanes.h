@@ -2,16 +2,12 @@
 
 #define PANEL_ROW ((ptrdiff_t)(TILE_ROWS * sizeof(REAL)))
 
-/* sum[r][v] += q[v] * k[r] for one column: V lane vectors, R broadcasts. */
-#define SCORE_STEP(sum)                                                                                        \
-    do {                                                                                                       \
-        VEC x[SCORE_VECTORS];                                                                                  \
-        _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) x[v] = load(q + v * LANES);                        \
-        _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                  \
-            const REAL y = scalar(k + r * k_row);                                                              \
-            _Pragma("GCC unroll 8") for (int v = 0; v < V; v++)(sum)[r][v] += x[v] * y;                        \
-        }                                                                                                      \
-    } while (0)
+/* What the register tiles of `score` and `accumulate` are made of. */
+#define BROADCAST(at) scalar(at)
+#define ADD_PRODUCT(sum, x, y) ((sum) + (x) * (y))
+#define COLUMN_AT(row, r, col) ((row) + (r) * (col))
+#define CHUNK_ROWS KEY_CHUNK
+#define MOST_COLUMNS WIDE_ROWS
 
 /* `pack` and `unpack` for the columns c .. c + n - 1 of LANES rows, n <= LANES; with constant n the
  * usual full block has no branches. */
@@ -104,56 +100,8 @@ static int unpack(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const v
     return any_lane(nonfinite);
 }
 
-/* One register tile of `accumulate`: R columns of V by V vectors of lanes. Partial sums run over KEY_CHUNK
- * keys each, as short chains round less. is_packed: the rows of values are contiguous, and prefetched by the
- * hardware. */
-INLINE void accumulate_tile(const int R, const int V, const int is_packed, REAL *acc, const REAL *p,
-                            const REAL *rescale, ptrdiff_t ld, const char *v_rows, const ptrdiff_t *stops,
-                            ptrdiff_t chunk_stop, ptrdiff_t v_row, ptrdiff_t v_col,
-                            const char *const *prefetch, ptrdiff_t n_prefetch, ptrdiff_t prefetch_byte) {
-    ptrdiff_t j = 0, start = 0;
-    do { /* once even without a key: acc may have to be written */
-        VEC sum[WIDE_ROWS][TILE_VECTORS] = {};
-        /* The vectors before `first` have no more keys in this chunk. */
-#pragma GCC unroll 8
-        for (int first = 0; first < V; first++) {
-            const ptrdiff_t stop = stops[first] < chunk_stop ? stops[first] : chunk_stop;
-            for (; j < stop; j++, v_rows += v_row, p += ld) {
-                VEC x[TILE_VECTORS];
-                if (R > TILE_ROWS && j < n_prefetch) __builtin_prefetch(prefetch[j] + prefetch_byte + 64, 0, 3);
-                if (!is_packed)
-                    __builtin_prefetch(j < n_prefetch ? prefetch[j] + prefetch_byte : v_rows + PREFETCH_VALUES * v_row, 0, 3);
-                else if (j < n_prefetch)
-                    __builtin_prefetch(prefetch[j] + prefetch_byte, 0, 3);
-#pragma GCC unroll 8
-                for (int v = first; v < V; v++) x[v] = load(p + v * LANES);
-#pragma GCC unroll 16
-                for (int r = 0; r < R; r++) {
-                    const REAL y = scalar(v_rows + r * v_col);
-#pragma GCC unroll 8
-                    for (int v = first; v < V; v++) sum[r][v] += x[v] * y;
-                }
-            }
-        }
-#pragma GCC unroll 8
-        for (int v = 0; v < V; v++) {
-            const VEC scale = rescale ? load(rescale + v * LANES) : splat(1);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++) {
-                REAL *const to = acc + r * ld + v * LANES;
-                if (start > 0)
-                    sum[r][v] += load(to);
-                else if (rescale)
-                    sum[r][v] += load(to) * scale;
-                store(to, sum[r][v]);
-            }
-        }
-        start = chunk_stop;
-        chunk_stop += KEY_CHUNK;
-    } while (start < stops[V - 1]);
-}
+#include "accumulate_tile.h"
 
-#define name name
 #include "score.h"
 
 static void pack_values(void *panels, ptrdiff_t panel, const char *v, ptrdiff_t v_row, ptrdiff_t v_col,

@@ -67,15 +67,93 @@ INLINE VEC splat_pair(const char *at) {
     return (VEC)(pair - (IVEC){});
 }
 
-#define SCORE_STEP(sum)                                                                                        \
-    do {                                                                                                       \
-        VEC x[SCORE_VECTORS];                                                                                  \
-        _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) x[v] = load(q + v * LANES);                        \
-        _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                  \
-            const VEC y = splat_pair(k + r * k_row);                                                           \
-            _Pragma("GCC unroll 8") for (int v = 0; v < V; v++)(sum)[r][v] = add_products((sum)[r][v], x[v], y); \
-        }                                                                                                      \
-    } while (0)
+#define BROADCAST(at) splat_pair(at)
+#define ADD_PRODUCT(sum, x, y) add_products(sum, x, y)
 #include "score.h"
 
-const fastattn_pairs CONCAT(fastattn_pairs, FASTATTN_ISA) = {.pack = pack, .score = score};
+/* ------------------------------------------------------------------ weights and values */
+
+/* A pair of weights of each lane, rounded to nearest even; denormal numbers become 0. */
+#if defined(FASTATTN_MODEL)
+INLINE WORDS rounded(VEC x) {
+    const WORDS bits = (WORDS)x, is_normal = (WORDS)((bits & 0x7f800000u) != 0);
+    return (bits + 0x7fff + (bits >> 16 & 1)) & is_normal;
+}
+INLINE VEC pair(VEC low, VEC high) { return (VEC)((rounded(low) >> 16) | (rounded(high) & (uint32_t)HIGH_HALF)); }
+#else
+INLINE VEC pair(VEC low, VEC high) {
+    static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    return (VEC)_mm512_permutexvar_epi16(_mm512_loadu_si512(order), halves);
+}
+#endif
+
+static void pair_weights(void *tile, ptrdiff_t ld, const ptrdiff_t *stops) {
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
+        const ptrdiff_t n_keys = *stops++;
+        REAL *to = (REAL *)tile + lane;
+        const REAL *p = to;
+        ptrdiff_t j = 0;
+        for (; j + 2 <= n_keys; j += 2, p += 2 * ld, to += ld) store(to, pair(load(p), load(p + ld)));
+        if (j < n_keys) store(to, pair(load(p), (VEC){}));
+    }
+}
+
+#define COLUMNS FASTATTN_PAIR_COLUMNS
+
+/* Two rows of 32 columns or fewer, the second one possibly missing, as pairs. */
+INLINE void pair_columns(char *to, const char *row, const char *next, ptrdiff_t n) {
+#if defined(FASTATTN_MODEL)
+    uint16_t x[COLUMNS] = {}, y[COLUMNS] = {};
+    memcpy(x, row, (size_t)n * 2);
+    if (next) memcpy(y, next, (size_t)n * 2);
+    for (int c = 0; c < COLUMNS; c++) {
+        const uint32_t word = x[c] | (uint32_t)y[c] << 16;
+        memcpy(to + fastattn_pair_at(c), &word, 4);
+    }
+#else
+    const __mmask32 columns = n >= COLUMNS ? UINT32_MAX : ((uint32_t)1 << n) - 1;
+    const __m512i x = _mm512_maskz_loadu_epi16(columns, row);
+    const __m512i y = next ? _mm512_maskz_loadu_epi16(columns, next) : _mm512_setzero_si512();
+    _mm512_storeu_si512(to, _mm512_unpacklo_epi16(x, y));
+    _mm512_storeu_si512(to + 64, _mm512_unpackhi_epi16(x, y));
+#endif
+}
+
+static void pair_values(char *to, const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim) {
+    for (ptrdiff_t j = 0; j < n_keys; j += 2, v += 2 * v_row)
+        for (ptrdiff_t e = 0; e < value_dim; e += COLUMNS, to += 4 * COLUMNS) {
+            const ptrdiff_t n = value_dim - e < COLUMNS ? value_dim - e : COLUMNS;
+            pair_columns(to, v + 2 * e, j + 1 < n_keys ? v + v_row + 2 * e : NULL, n);
+        }
+}
+
+#define PAIR_ROWS 8 /* columns of a register tile */
+#define COLUMN_AT(row, r, col) ((row) + fastattn_pair_at(r))
+#define CHUNK_ROWS (KEY_CHUNK / 2)
+#define MOST_COLUMNS PAIR_ROWS
+#include "accumulate_tile.h"
+
+static void accumulate(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
+                       const char *values, const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
+                       const char *const *prefetch, ptrdiff_t n_prefetch, ptrdiff_t prefetch_nbytes) {
+    const ptrdiff_t row = fastattn_pairs_nbytes(value_dim);
+    ptrdiff_t pairs[BLOCK_VECTORS];
+    for (int v = 0; v < n_vectors; v++) pairs[v] = (stops[v] + 1) / 2;
+#define GROUP(V, unit, i)                                                                                      \
+    for (ptrdiff_t e = 0, byte = 0; e < value_dim; e += PAIR_ROWS, byte += 64)                                 \
+    accumulate_tile(PAIR_ROWS, V, 1, (REAL *)acc + e * ld + (i)*LANES, (const REAL *)p + (i)*LANES,            \
+                    rescale ? (const REAL *)rescale + (i)*LANES : NULL, ld, values + fastattn_pair_at(e),      \
+                    pairs + (i), first_chunk / 2, row, 0, prefetch, byte < prefetch_nbytes ? n_prefetch : 0, byte)
+    EACH_GROUP(GROUP, TILE_VECTORS, 0, 0);
+#undef GROUP
+}
+
+const fastattn_pairs CONCAT(fastattn_pairs, FASTATTN_ISA) = {
+    .pack = pack,
+    .score = score,
+    .pair_weights = pair_weights,
+    .pair_values = pair_values,
+    .accumulate = accumulate,
+};

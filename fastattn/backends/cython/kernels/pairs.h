@@ -1,9 +1,10 @@
-/* The contract of the kernels of pairs: scores of bfloat16 queries and keys, for instruction sets that multiply two pairs
- * of bfloat16 numbers at a time (VDPBF16PS): twice as many products as in float32.
+/* The contract of the kernels of pairs: products of bfloat16, for instruction sets that multiply two pairs of them at a
+ * time (VDPBF16PS): twice as many products as in float32.
  *
- * A pair is a word of two adjacent columns, the first in its lower half, as they lie in memory: keys are read in place,
- * and there is a query tile of pairs, tile[pair * ld + lane]. The products are exact and their sums float32's, which
- * takes those of a pair one after the other, the second column first.
+ * For scores a pair is a word of two adjacent columns, the first in its lower half, as they lie in memory: keys are read
+ * in place, and there is a query tile of pairs, tile[pair * ld + lane]. For the products of weights and values, where
+ * weights are rounded to bfloat16, it is two keys, the one of even number in the lower half. The products are exact and
+ * their sums float32's, which takes those of a pair one after the other, the second one first.
  *
  * The instruction takes denormal numbers, products and sums as 0. That changes no weight where a query is 0 or of usual
  * size: the driver has the scores of other queries computed by the kernels of float32.
@@ -13,6 +14,20 @@
 
 #include <stddef.h>
 #include <stdint.h>
+
+/* Columns of values that are paired at once; a pair of rows has a multiple of it, the last ones 0. */
+#define FASTATTN_PAIR_COLUMNS 32
+
+/* Bytes of the pairs of two rows of values. */
+static inline ptrdiff_t fastattn_pairs_nbytes(ptrdiff_t value_dim) {
+    return (value_dim + FASTATTN_PAIR_COLUMNS - 1) / FASTATTN_PAIR_COLUMNS * FASTATTN_PAIR_COLUMNS * 4;
+}
+
+/* The byte at which they hold a column: of each 8 columns the first four are in one vector, the others in the next, as
+ * two rows are interleaved. */
+static inline ptrdiff_t fastattn_pair_at(ptrdiff_t column) {
+    return column / 32 * 128 + column % 8 / 4 * 64 + column % 32 / 8 * 16 + column % 4 * 4;
+}
 
 /* The type of `score`, of either kind. */
 typedef void (*fastattn_score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
@@ -26,6 +41,19 @@ typedef struct {
 
     /* As `score` of kernels.h, where columns are pairs: `head_dim` is their number. */
     fastattn_score score;
+
+    /* Weights as `softmax` of kernels.h leaves them become pairs in place: tile[j / 2 * ld + lane] has those of the keys j
+     * and j + 1 of the lane, each rounded to bfloat16 and to nearest even. Denormal weights become 0. */
+    void (*pair_weights)(void *tile, ptrdiff_t ld, const ptrdiff_t *stops);
+
+    /* n_keys rows of values, bfloat16 without gaps, as pairs, fastattn_pairs_nbytes for each two of them. */
+    void (*pair_values)(char *to, const char *v, ptrdiff_t v_row, ptrdiff_t n_keys, ptrdiff_t value_dim);
+
+    /* As `accumulate` of kernels.h, of pairs of weights and values; stops and first_chunk, which is even, are in keys. acc
+     * has a multiple of 8 columns. */
+    void (*accumulate)(void *acc, const void *weights, const void *rescale, ptrdiff_t ld, int n_vectors,
+                       const char *values, const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
+                       const char *const *prefetch, ptrdiff_t n_prefetch, ptrdiff_t prefetch_nbytes);
 } fastattn_pairs;
 
 #endif

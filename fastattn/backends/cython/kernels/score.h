@@ -1,5 +1,17 @@
-/* `score` of kernels.h. Included once for each kind of products: SCORE_STEP adds those of one column to the sums, and
- * name is the name of a function. To pairs.c a pair is a column, whose chains are of twice as many products. */
+/* `score` of kernels.h. Included once for each kind of products, BROADCAST and ADD_PRODUCT of accumulate_tile.h. To pairs.c
+ * a pair is a column, whose chains are of twice as many products. */
+
+/* sum[r][v] += q[v] * k[r] for one column: V lane vectors, R broadcasts. */
+#define SCORE_STEP(sum)                                                                                        \
+    do {                                                                                                       \
+        VEC x[SCORE_VECTORS];                                                                                  \
+        _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) x[v] = load(q + v * LANES);                        \
+        _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                                  \
+            const __auto_type y = BROADCAST(k + r * k_row);                                                    \
+            _Pragma("GCC unroll 8") for (int v = 0; v < V; v++)(sum)[r][v] = ADD_PRODUCT((sum)[r][v], x[v], y); \
+        }                                                                                                      \
+    } while (0)
+
 
 #define SCORE_TILE score_tile
 #define ROWS SCORE_ROWS

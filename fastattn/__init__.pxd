@@ -40,6 +40,7 @@ cdef extern from "fastattn.h" nogil:
         fastattn_array query, key, value, out, lse, mask, bias, key_lengths, sinks
         int64_t causal, window_left, window_right
         double scale, softcap
+        int64_t precision
         int64_t num_threads
         char *message
         int64_t message_size

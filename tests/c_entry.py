@@ -20,6 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scale": {"scale": -0.3},
     "scale_0": {"scale": 0.0},
     "softcap": {"softcap": 2.0},
+    "precision": {"precision": "storage"},
     "top_left": {"causal": "top_left"},
     "bottom_right": {"causal": "bottom_right"},
     "window": {"window": (4, 2)},
@@ -57,6 +58,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("causal", "window_left", "window_right")),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
+        ("precision", ctypes.c_int64),
         ("num_threads", ctypes.c_int64),
         ("message", ctypes.c_char_p),
         ("message_size", ctypes.c_int64),
@@ -92,6 +94,7 @@ def make_call(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    precision: str = "exact",
     num_threads: int = 0,
 ) -> Call:
     """A call on arrays with four axes; mask and bias have an axis of 1 where they are broadcast."""
@@ -108,6 +111,7 @@ def make_call(
     call.window_left, call.window_right = (-1 if bound is None else bound for bound in (left, right))
     call.scale = float("nan") if scale is None else scale
     call.softcap = softcap or 0.0
+    call.precision = ("exact", "storage").index(precision)
     return call
 
 

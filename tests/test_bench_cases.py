@@ -709,9 +709,11 @@ def test_peers_have_their_places() -> None:
     assert set(PEERS) - set(DEFAULT_PEERS) == {*OURS, "torch-flex"} - {"fastattn", "fastattn-shared"}
 
 
-def test_shared_threads_take_part_beside_products_alone() -> None:
-    assert peers.taking_part([*PEERS], KINDS["in-model"]) == [*PEERS]
-    assert set(PEERS) - set(peers.taking_part([*PEERS], SMALL)) == {"fastattn-shared"}
+def test_some_take_part_beside_products_or_in_bfloat16_alone() -> None:
+    in_model, bfloat16 = KINDS["in-model"], replace(SMALL, dtype="bfloat16")
+    assert set(PEERS) - set(peers.taking_part([*PEERS], in_model)) == {"fastattn-storage"}
+    assert set(PEERS) - set(peers.taking_part([*PEERS], bfloat16)) == {"fastattn-shared"}
+    assert set(PEERS) - set(peers.taking_part([*PEERS], SMALL)) == {"fastattn-shared", "fastattn-storage"}
     assert peers.taking_part(["torch", "fastattn"], SMALL) == ["torch", "fastattn"]
 
 

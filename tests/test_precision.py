@@ -12,6 +12,7 @@ from fastattn._machine.constants import EXTENDED
 from tests import naive
 from tests.cases import random_arrays
 from tests.conftest import ENGINES, READS_STORAGE
+from tests.process import python
 from tests.tolerances import assert_all_same, assert_same_bits
 
 ROUNDING = [engine for engine in ENGINES if engine.isa in EXTENDED]
@@ -162,7 +163,7 @@ def test_what_is_not_finite(engine, number):
 @needs_products
 @on_rounding
 def test_values_near_the_largest_number(engine):
-    """Weights of 1/2 and a little more, which round up: their mean of the largest number would round to inf."""
+    """Weights of 1/2 and a little more, which round up: a mean of the largest number would round to inf."""
     query, key, value = arrays_of(10)
     query, key = query * 0, key * 0
     query[..., 0], key[:, 1:, 0] = np.sqrt(DIM), -0.6875
@@ -191,6 +192,33 @@ def test_a_cache(engine):
     got = cache.attend(query, precision="storage", backend=engine.backend)
     expected = engine.attention(query, key, value, causal="bottom_right", precision="storage")
     assert_same_bits(got.view(np.uint16), expected.view(np.uint16))
+
+
+@needs_products
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", [engine.isa for engine in ROUNDING])
+def test_the_c_entry_and_jax(isa):
+    code = """
+import ml_dtypes, numpy as np
+import fastattn
+from tests import c_entry
+from tests.test_precision import arrays_of
+arrays = arrays_of(14, lead=(1,))
+exact, rounded = (fastattn.attention(*arrays, precision=it) for it in ("exact", "storage"))
+assert (exact != rounded).any()
+for precision, wanted in (("exact", exact), ("storage", rounded), ("exact", exact)):
+    out = np.empty_like(wanted)
+    assert c_entry.attend(*arrays, out, precision=precision) == (0, "")
+    assert (out == wanted).all()
+try:
+    from fastattn.integrations.jax import attention
+except ImportError:
+    pass
+else:
+    assert (np.asarray(attention(*arrays, precision="storage")) == rounded).all()
+    assert (np.asarray(attention(*arrays)) == exact).all()
+"""
+    python(code, env={"FASTATTN_ISA": isa})
 
 
 def test_who_takes_it():

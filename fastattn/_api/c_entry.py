@@ -44,6 +44,7 @@ _CODES = {
 FLOAT32, FLOAT64, FLOAT16, BFLOAT16, BOOL, INT64 = range(1, 7)  #: as in ``fastattn.h``
 _DTYPES = {FLOAT32: "f4", FLOAT64: "f8", FLOAT16: "f2", BOOL: "?", INT64: "i8"}
 _CAUSAL = (False, "top_left", "bottom_right")
+_PRECISIONS = ("exact", "storage")
 
 _NAMES = ("query", "key", "value", "out", "lse", "mask", "bias", "key_lengths", "sinks")
 _ONLY = {"mask": BOOL, "key_lengths": INT64}
@@ -118,6 +119,7 @@ def solve(
     window: tuple[int, int],
     scale: float,
     softcap: float,
+    precision: int,
     num_threads: int,
 ) -> None:
     """Does a call of the C entry, and has it kept for others of its kind.
@@ -132,11 +134,13 @@ def solve(
     left, right = (None if bound == -1 else bound for bound in window)
     if not 0 <= causal < len(_CAUSAL):
         raise ValueError(f"causal must be 0, 1 or 2, got {causal}")
+    if not 0 <= precision < len(_PRECISIONS):
+        raise ValueError(f"precision must be 0 or 1, got {precision}")
     options = {
         "mask": mask, "bias": bias, "causal": _CAUSAL[causal], "key_lengths": key_lengths, "sinks": sinks,
         "window": None if left is right is None else (left, right),
         "scale": None if np.isnan(scale) else scale, "softcap": softcap or None, "out": out,
-        "return_lse": lse is not None,
+        "return_lse": lse is not None, "precision": _PRECISIONS[precision],
     }  # fmt: skip
     request = normalize(query, key, value, options)
     if lse is not None:

@@ -73,6 +73,12 @@ enum {
     FASTATTN_BOTTOM_RIGHT = 2 /* j <= i + S - L; with key_lengths, the length of the batch item in the place of S */
 };
 
+/* Where query, key and value have 16 bits: weights as they are, or rounded likewise where that is faster. */
+enum {
+    FASTATTN_EXACT = 0,
+    FASTATTN_STORAGE = 1
+};
+
 /* An array in the caller's memory. Strides are in bytes and may be negative, 0 (along an axis over which the array is
  * broadcast) or no multiple of the element's size. */
 typedef struct {
@@ -113,6 +119,7 @@ typedef struct {
     int64_t window_right; /* ... to p + window_right; -1 = unbounded; p is i, or i + S - L but for FASTATTN_TOP_LEFT */
     double scale;         /* of Q K^T; NaN: 1 / sqrt(D) */
     double softcap;       /* c > 0: scores become c * tanh(score / c); 0: they do not */
+    int64_t precision;    /* FASTATTN_EXACT or _STORAGE */
     int64_t num_threads;  /* at most so many; 0: fastattn.get_num_threads(), asked for when a thread first needs it and
                              after fastattn.set_num_threads or a limit of threadpoolctl */
 

@@ -283,7 +283,7 @@ static void *handle(xla_frame *frame) {
     if (frame->arguments.n < 3 || frame->results.n != 2 || !whole(frame, "given", &which) ||
         !whole(frame, "causal", &call.causal) || !whole(frame, "window_left", &call.window_left) ||
         !whole(frame, "window_right", &call.window_right) || !real(frame, "scale", &call.scale) ||
-        !real(frame, "softcap", &call.softcap))
+        !real(frame, "softcap", &call.softcap) || !whole(frame, "precision", &call.precision))
         return error(frame, XLA_INTERNAL, "fastattn: arguments or attributes that this handler does not know");
     for (int n = 0; n < 3; n++) given[n].buffer = (const xla_buffer *)frame->arguments.buffers[n];
     for (int n = 0; n < 2; n++) given[OUT + n].buffer = (const xla_buffer *)frame->results.buffers[n];

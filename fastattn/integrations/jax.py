@@ -47,14 +47,15 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Any = None,
+    precision: str = "exact",
 ) -> jax.Array:
     """`fastattn.attention`, differentiable in query, key, value, bias and sinks, in reverse mode and once.
 
     Shapes and options are those of `fastattn.attention`, without its dropout, layout, threads and backend.
-    `causal`, `window`, `scale`, `softcap` and a mask object are static under ``jit``: it is a TypeError to
-    trace them. Integers count as JAX's default float. Wrong shapes, dtypes and options are errors when the
-    call is traced. Errors in numbers, such as key lengths out of range, are raised when it runs. A second
-    derivative is a NotImplementedError, and so is a symbolic size of ``jax.export``. That function needs
+    `causal`, `window`, `scale`, `softcap`, `precision` and a mask object are static under ``jit``: it is a
+    TypeError to trace them. Integers count as JAX's default float. Wrong shapes, dtypes and options are
+    errors when the call is traced. Errors in numbers, such as key lengths out of range, are raised when it
+    runs. A second derivative is a NotImplementedError, and so is a symbolic size of ``jax.export``. It needs
     ``jax.export.DisabledSafetyCheck.custom_call("fastattn_attention")`` among its `disabled_checks`.
 
     Examples
@@ -85,7 +86,7 @@ def attention(
     for name in ("query", "key", "value"):
         if arrays[name].dtype.kind in "biu":
             arrays[name] = arrays[name].astype(float)
-    static = _checked(_Static(causal, window, scale, softcap, of_mask), arrays)
+    static = _checked(_Static(causal, window, scale, softcap, of_mask, precision), arrays)
     is_one_head = arrays["query"].ndim == 2
     if is_one_head:
         arrays |= {name: arrays[name][None] for name in ("query", "key", "value")}
@@ -105,6 +106,7 @@ class _Static(NamedTuple):
     scale: float | None
     softcap: float | None
     mask: Mask | None
+    precision: str
 
 
 Arrays = dict[str, Any]  # all those that `attention` takes, by name; None for those not given
@@ -192,6 +194,7 @@ def _custom_call(static: _Static, results: Any, arrays: Arrays) -> Any:
         window_right=_bound(right),
         scale=np.float64(static.scale),
         softcap=np.float64(static.softcap or 0.0),
+        precision=np.int64(static.precision == "storage"),
     )
 
 

@@ -36,7 +36,7 @@ _ARRAYS = ("query", "key", "value", "out", "lse", "mask", "bias", "key_lengths",
 _FIELDS = (
     "abi_version", "struct_size", "batch", "num_heads", "num_kv_heads", "len_q", "len_k", "head_dim",
     "value_dim", *(f"{name}.{n}" for name in _ARRAYS for n in range(6)), "causal", "window_left",
-    "window_right", "scale", "softcap", "num_threads", "message", "message_size",
+    "window_right", "scale", "softcap", "precision", "num_threads", "message", "message_size",
 )  # fmt: skip
 _N_FIELDS = len(_FIELDS)
 _QUERY, _KEY, _VALUE, _OUT = (_FIELDS.index(f"{name}.0") for name in _ARRAYS[:4])

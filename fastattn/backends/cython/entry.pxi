@@ -330,7 +330,7 @@ cdef int ask_python(fastattn_call *call, fastattn_call *key) noexcept with gil:
             arrays.append((<size_t>array.data, array.dtype, shape_of(call, number),
                            tuple([array.strides[axis] for axis in range(4)])))
         solve_call(<size_t>key, arrays, call.causal, (call.window_left, call.window_right), call.scale, call.softcap,
-                   call.num_threads)
+                   call.precision, call.num_threads)
         return FASTATTN_OK
     except BaseException as error:
         text = str(error).encode("utf-8", "replace")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fastattn.bench.case import Case
 from fastattn.bench.peers._base import Call, Peer, Products, Redundant, Unable
@@ -31,7 +32,8 @@ class PeerSpec:
     module: str
     environment: dict[str, str] = field(default_factory=dict)
     default: bool = True  #: whether it takes part when nobody says which libraries should
-    in_models_only: bool = False  #: whether it differs from another one only beside products of a model
+    #: The cases in which it differs from another one: beside products of a model, or in bfloat16.
+    only: Literal["models", "bfloat16"] | None = None
 
 
 def _ours(backend: str, *, default: bool = False, **environment: str) -> PeerSpec:
@@ -44,7 +46,10 @@ PEERS: dict[str, PeerSpec] = {
     "fastattn-avx2": _ours("cython", FASTATTN_ISA="avx2"),
     "fastattn-numba": _ours("numba"),
     "fastattn-reference": _ours("reference"),
-    "fastattn-shared": PeerSpec("fastattn_shared", {"FASTATTN_BACKEND": "cython"}, in_models_only=True),
+    "fastattn-shared": PeerSpec("fastattn_shared", {"FASTATTN_BACKEND": "cython"}, only="models"),
+    "fastattn-storage": PeerSpec(
+        "fastattn_storage", {"FASTATTN_BACKEND": "cython"}, default=False, only="bfloat16"
+    ),
     "numpy": PeerSpec("numpy_formula"),
     "torch": PeerSpec("torch_sdpa"),
     "torch-flex": PeerSpec("torch_flex", default=False),
@@ -62,7 +67,8 @@ DEFAULT_PEERS: tuple[str, ...] = tuple(name for name, spec in PEERS.items() if s
 
 def taking_part(names: Sequence[str], case: Case) -> list[str]:
     """Those of the libraries `names` that `case` is for."""
-    return [name for name in names if case.model_dim is not None or not PEERS[name].in_models_only]
+    has = {None: True, "models": case.model_dim is not None, "bfloat16": case.dtype == "bfloat16"}
+    return [name for name in names if has[PEERS[name].only]]
 
 
 def load_peer(name: str, num_threads: int) -> Peer:

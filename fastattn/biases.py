@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 from fastattn._machine.device import broadcast_to, host_array
 from fastattn.masks.arguments import as_integer, broadcasts, whole_number
 from fastattn.masks.base import Value
-from fastattn.masks.map import Size
+from fastattn.masks.map import UNBOUNDED, Size
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -261,8 +261,8 @@ class Relative(Bias):
     def _entries(self, L: int, S: int) -> np.ndarray:
         """Which entry each diagonal has, from that of the last query and the first key on."""
         last = len(self.table[0]) - 1
-        # An offset may be any integer; sizes of arrays are far below 2**62.
-        offset = min(max(self.offset, -(1 << 62)), 1 << 62)
+        # An offset may be any integer; sizes of arrays are below `UNBOUNDED`.
+        offset = min(max(self.offset, -UNBOUNDED), UNBOUNDED)
         distances: np.ndarray = np.arange(S - 1, -L, -1)
         return np.clip(distances, -offset, last - offset) + offset
 

@@ -317,7 +317,11 @@ class KVCache(PageStore):
         settings = self._settings
         keys, values = settings.rows(key, value)
         T = keys.shape[2]
-        counts = np.full(settings.batch, T) if lengths is None else settings.counts(lengths, key, value, T)
+        counts = (
+            np.full(settings.batch, T, dtype=np.int64)
+            if lengths is None
+            else settings.counts(lengths, key, value, T)
+        )
         most = int((self._state.lengths + counts).max(initial=0))
         if settings.batch * settings.num_kv_heads * rounded_length(most) > MAX_ROWS:
             raise ValueError(
@@ -481,7 +485,7 @@ class KVCache(PageStore):
             for page, number in zip(pages, numbers.tolist(), strict=True):
                 if number != NO_PAGE:
                     page[...] = self._pool.page(number)[part]
-        table = pages.ctypes.data + pages.strides[0] * entries.reshape(self._ids.shape)
+        table = pages.ctypes.data + pages.strides[0] * entries.reshape(self._ids.shape).astype(np.int64)
         return Rows(pages, None, table=table, length=rows.shape[-2], owner=pages)
 
     # Other caches --------------------------------------------------------------------------------

@@ -429,7 +429,7 @@ class RecurrentState:
         options.setdefault("scale", None)
         call, _ = checked_call(queries, keys, values, options)
         if call.lengths is None:
-            call = call._replace(lengths=np.full(s.batch, call.key.shape[2]))
+            call = call._replace(lengths=np.full(s.batch, call.key.shape[2], dtype=np.int64))
         n_decay, n_beta = (0 if x is None else x.shape[-1] for x in (call.decay, call.beta))
         gates = n_decay, n_beta
         for name, n, first in zip(("decay", "beta"), gates, s.gates or gates, strict=True):

@@ -100,7 +100,7 @@ class PageStore:
             self._fit(longest)
         starts, greatest, retained = self._state
         if self._counts[0] != T:
-            self._counts = T, np.full(batch, T)
+            self._counts = T, np.full(batch, T, dtype=np.int64)
         counts = self._counts[1]
         write_page_rows(key, *self._targets[0], starts, counts)
         write_page_rows(value, *self._targets[1], starts, counts)

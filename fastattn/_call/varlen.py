@@ -77,7 +77,7 @@ def packed(
             f"causal=True needs as many keys as queries in each document, got {lengths_q[d]} queries and "
             f'{lengths_k[d]} keys in document {d}; say causal="top_left" or causal="bottom_right"'
         )
-    document = np.repeat(np.arange(len(lengths_q)), lengths_q)
+    document = np.repeat(np.arange(len(lengths_q)), lengths_q.astype(np.intp, copy=False))
     first, last = starts_k[document], starts_k[document + 1]
     queries = first + (np.arange(L) - starts_q[document])
     at_end = (lengths_k - lengths_q)[document]

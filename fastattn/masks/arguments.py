@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
+LIMIT = f"2**{UNBOUNDED.bit_length() - 1}"  # as errors say it
+
 
 def same(a: Any, b: Any) -> bool:
     """Whether two arguments of masks are equal: arrays by shape and values, and tuples of such."""
@@ -66,7 +68,7 @@ def whole_number(value: Any, name: str) -> int:
     """An offset or a size as an int; raises where it is none."""
     number = as_integer(value, name, "a non-negative integer")
     if not 0 <= number < UNBOUNDED:
-        raise ValueError(f"{name} must be a non-negative integer below 2**60, got {value!r}")
+        raise ValueError(f"{name} must be a non-negative integer below {LIMIT}, got {value!r}")
     return number
 
 
@@ -92,7 +94,7 @@ def per_axis(value: Any, name: str, check: Callable[[Any, str], Any], n_axes: in
 def positive_integer(value: Any, name: str) -> int:
     number = as_integer(value, name, "a positive integer, or one for each axis")
     if not 0 < number < UNBOUNDED:
-        raise ValueError(f"{name} must be positive and below 2**60, got {value!r}")
+        raise ValueError(f"{name} must be positive and below {LIMIT}, got {value!r}")
     return number
 
 

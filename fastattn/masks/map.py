@@ -9,6 +9,7 @@ Letters: ``*lead`` the leading batch axes, ``H`` query heads, ``L`` query length
 
 from __future__ import annotations
 
+import sys
 from functools import reduce
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,7 +25,8 @@ INDEX_FULL = -1  #: in `MaskMap.index`: every key of the tile is allowed
 WORDS = TILE_K // 32
 BATCH_TILES = 512  # tiles of a batch: 4 MiB of bools, which bounds the working memory
 EMPTY, PARTIAL, FULL = 0, 1, 2  # states of a tile; `&` is their minimum, `|` their maximum
-UNBOUNDED = 1 << 60  #: of a `Band`: beyond any key; its sum with a position does not overflow
+#: Of a `Band`: beyond any key. Sums of twice this with a position do not overflow an index.
+UNBOUNDED = 1 << (60 if sys.maxsize > 1 << 32 else 29)
 LOW_BITS = np.array([(1 << n) - 1 for n in range(33)], dtype=np.uint32)  # words with the n lowest bits set
 
 
@@ -88,8 +90,8 @@ def bounded(bound: int | None, far: int = UNBOUNDED) -> int:
 
 
 def make_intervals(start: Any, stop: Any, S: int) -> Intervals:
-    """Per-row key intervals from numbers or arrays that broadcast to ``(*lead, L)``, clipped to 0..S."""
-    start = np.minimum(np.maximum(start, 0), S)
+    """Per-row key intervals (int64) from numbers or arrays that broadcast to ``(*lead, L)``, within 0..S."""
+    start = np.minimum(np.maximum(start, np.int64(0)), S)
     return Intervals(start, np.maximum(np.minimum(stop, S), start))
 
 

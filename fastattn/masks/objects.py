@@ -9,6 +9,7 @@ import numpy as np
 
 from fastattn._machine.device import as_device_array, broadcast_to, converted, cut
 from fastattn.masks.arguments import (
+    LIMIT,
     axes_hint,
     broadcasts,
     check_align,
@@ -415,7 +416,7 @@ class Neighborhood(Mask):
         causal = per_axis(causal, "Neighborhood: causal", true_or_false, n_axes)
         self._set(sizes if isinstance(sizes, tuple) else (sizes,), kernel, dilation, causal)
         if prod(self.shape) >= UNBOUNDED:
-            raise ValueError(f"Neighborhood: shape must have fewer than 2**60 tokens, got {shape!r}")
+            raise ValueError(f"Neighborhood: shape must have fewer than {LIMIT} tokens, got {shape!r}")
         if any(axis.kernel * axis.dilation > axis.size for axis in self._axes()):
             raise ValueError(
                 f"Neighborhood: kernel * dilation must be at most shape along each axis, got "

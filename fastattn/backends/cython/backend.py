@@ -132,7 +132,9 @@ class CythonBackend(Backend):
             key_lead = np.broadcast_shapes(key.shape[:-3], value.shape[:-3])
         item_of_keys = state = None
         if key_lead != lead:
-            item_of_keys = np.broadcast_to(np.arange(prod(key_lead)).reshape(key_lead), lead).flatten()
+            item_of_keys = np.broadcast_to(
+                np.arange(prod(key_lead), dtype=np.int64).reshape(key_lead), lead
+            ).flatten()
         if call.return_state:
             state = LinearState(np.empty((*key_lead, K, M, E)), np.empty((*key_lead, K, M)))
         arrays = call.query, key, value, call.out, None, None

@@ -192,7 +192,7 @@ def test_leading_axes_broadcast(engine, shape):
     whole = np.concatenate([key[:1], key[:1, :, :64]], axis=2)
     values = np.concatenate([value, value[:, :, :64]], axis=2)
     expected = engine.everything(query, whole, values)
-    for given in (table, table[None]):
+    for given in (table, table[None], table.astype(np.int32)):
         assert_all_same(engine.everything(query, Paged(paged.pages, given), values), expected)
     quantized = Quantized.encode(whole)
     expected = engine.everything(query, quantized.decode(), values)

@@ -357,7 +357,8 @@ def locate_pages(
             named = ", ".join(map(str, where))
             raise ValueError(f"table[{named}] must be one of the {len(pages)} pages, got {index[where]}")
         index = np.clip(index, 0, max(len(pages) - 1, 0))
-    index = index.astype(np.int64, copy=False)
+    # In C order, which a broadcast table would lose: kernels read an item's pages one after another.
+    index = index.astype(np.int64, order="C", copy=False)
     table = index * pages.strides[0] + pages.ctypes.data
     return table, None if scales is None else index * scales.strides[0] + scales.ctypes.data
 

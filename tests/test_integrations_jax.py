@@ -177,7 +177,7 @@ def test_errors_when_it_is_traced(by: str, monkeypatch: pytest.MonkeyPatch) -> N
         (TypeError, "bias must be one array here, got tuple", (query, key, value), {"bias": (query, query)}),
         (TypeError, "bias must be one array here, got Relative", (query, key, value),
          {"bias": fastattn.biases.Relative([1.0])}),
-        (TypeError, "scale must be one number here", (query, key, value), {"scale": np.ones(2)}),
+        (ValueError, r"or have shape \(H,\) = \(4,\)", (query, key, value), {"scale": np.ones(3)}),
         (ValueError, "causal=True needs L == S", (query, key, value), {"causal": True}),
         (TypeError, "use bias=", (query, key, value), {"mask": np.zeros((17, 33))}),
         (ValueError, "bias of shape", (query, key, value), {"bias": np.zeros((3, 1, 17, 33))}),
@@ -233,7 +233,7 @@ def test_errors_when_it_is_traced(by: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("name", "x"),
-    [("scale", 0.3), ("softcap", 2.0), ("causal", True), ("window", (2, 0)), ("window", (2, None))],
+    [("softcap", 2.0), ("causal", True), ("window", (2, 0)), ("window", (2, None))],
 )
 def test_options_that_are_traced_are_named(name: str, x: Any) -> None:
     arrays = arrays_of(len_k=17)
@@ -254,6 +254,29 @@ def test_options_that_are_traced_are_named(name: str, x: Any) -> None:
     known_ways = (np.array(x), list(x)) if x == (2, 0) else known_ways
     for known in known_ways:
         assert_same_bits(np.asarray(jax.jit(lambda known=known: call(known))()), wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("scale", [0.3, np.array([0.3, -1.0, 0.0, 2.0])], ids=["a number", "of heads"])
+def test_a_learned_scale(scale: Any, dtype: str) -> None:
+    """Traced, mapped and differentiated: the derivative is that of differences."""
+    arrays = arrays_of(dtype, len_k=17)
+    wanted = fastattn.attention(*arrays, scale=scale)
+
+    def call(scale: Any) -> Any:
+        return attention(*arrays, scale=scale)
+
+    tolerance = (
+        2.0**-7 if dtype == "bfloat16" else 1e-13
+    )  # a number that is known is a factor of the exponent
+    for got in (jax.jit(call)(scale), jax.vmap(call)(np.array([scale, scale]))[1], call(scale)):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_allclose(np.asarray(got, float), wanted.astype(float), rtol=tolerance, atol=1e-13)
+    if dtype == "float64":
+        loss = jax.jit(lambda scale: (call(scale) ** 2).sum())
+        along = np.random.default_rng(0).standard_normal(np.shape(scale))
+        slope = (loss(scale + 1e-5 * along) - loss(scale - 1e-5 * along)) / 2e-5
+        np.testing.assert_allclose((jax.grad(loss)(scale) * along).sum(), slope, rtol=1e-6)
 
 
 def test_export() -> None:

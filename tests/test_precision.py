@@ -45,7 +45,7 @@ CALLS = {
     "sinks": {"sinks": np.array([1.0, -2.0], np.float32)},
     "lengths": {"key_lengths": 211},
     "dropout": {"dropout": 0.3, "seed": 5},
-    # The rows of the last query block, which is computed first, read 21 keys, and other rows those after them.
+    # The rows of the last query block, which is computed first, read 21 keys, and others those after them.
     "documents": {"mask": masks.Segments(np.arange(LEN_Q) // 50, 1 * (np.arange(LEN_K) < 21))},
     "first keys": {"mask": masks.Window(40, 0) | masks.GlobalTokens([0, 9])},
 }

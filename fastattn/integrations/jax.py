@@ -44,7 +44,7 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Any = None,
-    scale: float | None = None,
+    scale: Any = None,
     softcap: float | None = None,
     sinks: Any = None,
     precision: str = "exact",
@@ -52,10 +52,11 @@ def attention(
     """`fastattn.attention`, differentiable in query, key, value, bias and sinks, in reverse mode and once.
 
     Shapes and options are those of `fastattn.attention`, without its dropout, layout, threads and backend.
-    `causal`, `window`, `scale`, `softcap`, `precision` and a mask object are static under ``jit``: it is a
-    TypeError to trace them. Integers count as JAX's default float. Wrong shapes, dtypes and options are
-    errors when the call is traced. Errors in numbers, such as key lengths out of range, are raised when it
-    runs. A second derivative is a NotImplementedError, and so is a symbolic size of ``jax.export``. It needs
+    `causal`, `window`, `softcap`, `precision` and a mask object are static under ``jit``: it is a TypeError
+    to trace them. A `scale` that is traced, or of heads, is differentiable: the query is multiplied by it.
+    Integers count as JAX's default float. Wrong shapes, dtypes and options are errors when the call is
+    traced. Errors in numbers, such as key lengths out of range, are raised when it runs. A second derivative
+    is a NotImplementedError, and so is a symbolic size of ``jax.export``. It needs
     ``jax.export.DisabledSafetyCheck.custom_call("fastattn_attention")`` among its `disabled_checks`.
 
     Examples
@@ -68,13 +69,12 @@ def attention(
     >>> jax.grad(loss)(query).shape
     (2, 5, 8)
     """
-    for name, x in {"causal": causal, "window": window, "scale": scale, "softcap": softcap}.items():
+    for name, x in {"causal": causal, "window": window, "softcap": softcap}.items():
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
-            instead = ", or multiply query by it and let scale be 1.0" if name == "scale" else ""
             raise TypeError(
-                f"{name} must be known when attention is traced, got {x}; name it in static_argnames{instead}"
+                f"{name} must be known when attention is traced, got {x}; name it in static_argnames"
             )
-    check_single(bias, scale)
+    check_single(bias, None)
     if np.isscalar(mask):
         as_mask(mask, flat=False)  # raises
     of_mask = mask if isinstance(mask, Mask) else None
@@ -86,6 +86,9 @@ def attention(
     for name in ("query", "key", "value"):
         if arrays[name].dtype.kind in "biu":
             arrays[name] = arrays[name].astype(float)
+    of_result = jnp.result_type(*(arrays[name] for name in ("query", "key", "value")))
+    if isinstance(scale, jax.core.Tracer) or np.ndim(scale):
+        arrays["query"], scale = _scaled(arrays["query"], jnp.asarray(scale)), 1.0
     static = _checked(_Static(causal, window, scale, softcap, of_mask, precision), arrays)
     is_one_head = arrays["query"].ndim == 2
     if is_one_head:
@@ -94,8 +97,17 @@ def attention(
     ndim = arrays["query"].ndim
     for name, axes in {"bias": ndim, "mask": ndim, "key_lengths": ndim - 3}.items():
         arrays[name] = _with_axes(arrays[name], axes)
-    out = _attention(static, arrays)
+    out = _attention(static, arrays).astype(of_result)
     return out[0] if is_one_head else out
+
+
+def _scaled(query: Any, scale: Any) -> Any:
+    """The query, each head times its number, in the type of the computation."""
+    heads = query.shape[-3] if query.ndim > 2 else 1
+    if scale.shape not in ((), (heads,)):
+        raise ValueError(f"scale must be a number or have shape (H,) = ({heads},), got {scale.shape}")
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    return query.astype(dtype) * scale.astype(dtype).reshape(-1, *(1,) * (query.ndim > 2) * 2)
 
 
 class _Static(NamedTuple):

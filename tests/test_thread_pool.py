@@ -114,6 +114,31 @@ print(interrupted > 0)
     assert python(MODEL + code).strip() == "True"
 
 
+@linux_only
+def test_workers_take_no_signal():
+    """So that one interrupts what the main thread waits for."""
+    code = """
+check()
+masks = [open(f"/proc/self/task/{worker}/status").read() for worker in workers()]
+blocked = [int(mask.split("SigBlk:")[1].split()[0], 16) for mask in masks]
+print([[it >> number - 1 & 1 for it in blocked] for number in (signal.SIGINT, signal.SIGSEGV)])
+"""
+    assert python(MODEL + code).strip() == "[[1, 1], [0, 0]]"
+
+
+@linux_only
+def test_a_forked_child_has_threads_of_its_own():
+    code = """
+check()
+if os.fork() == 0:
+    assert not workers()
+    check()
+    os._exit(10 + len(workers()))
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    assert python(MODEL + code).strip() == "12"
+
+
 def test_the_process_exits_with_calls_in_flight():
     code = """
 for _ in range(4):

@@ -17,13 +17,22 @@ from scipy.special import logsumexp
 from sklearn import neighbors
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from fastattn.integrations.sklearn import KernelDensity, KernelRegressor, _leave_one_out
+from fastattn.integrations.sklearn import (
+    GaussianMeanShift,
+    KernelDensity,
+    KernelRegressor,
+    LabelPropagation,
+    LabelSpreading,
+    _leave_one_out,
+)
 
 #: Two equal samples predict each other where one is left out: they are not one of twice the weight.
 EXPECTED = {"check_sample_weight_equivalence_on_dense_data": "leave_one_out looks at samples, not weights"}
 
 
-@parametrize_with_checks([KernelRegressor(), KernelDensity()])
+@parametrize_with_checks(
+    [KernelRegressor(), KernelDensity(), LabelPropagation(), LabelSpreading(), GaussianMeanShift()]
+)
 def test_by_scikit_learns_checks(estimator, check):
     check(estimator)
 

@@ -197,7 +197,7 @@ def kernel_regression(
     out = out if has_targets else out[..., 0]
     if not return_log_density:
         return out
-    log_density = np.subtract(lse, _log_norm(w, x.shape[-2], h, leave_one_out), where=lse > -np.inf, out=lse)
+    log_density = np.subtract(lse, log_norm(w, x.shape[-2], h, leave_one_out), where=lse > -np.inf, out=lse)
     with np.errstate(over="ignore"):
         return out, log_density.astype(computed_in(result), copy=False)
 
@@ -574,7 +574,7 @@ def _squares(array: np.ndarray) -> np.ndarray:
     return np.einsum("...d,...d->...", array, array)
 
 
-def _log_norm(
+def log_norm(
     weights: np.ndarray | None, num_keys: int, bandwidth: np.ndarray, leave_one_out: bool
 ) -> np.ndarray | float:
     """The log of the divisor that makes the sum of the kernels a density; ``(..., L)`` or less."""

@@ -1,21 +1,26 @@
-"""Kernel regression and density as estimators of scikit-learn."""
+"""Kernel regression and density, label propagation and mean shift, as estimators of scikit-learn."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 
 import fastattn
-from fastattn._api.kernel_methods import check_reach, covariance_hint
+from fastattn._api.kernel_methods import check_reach, covariance_hint, log_norm
 from fastattn._call.arguments import check_bool, check_number_dtype, count
 from fastattn._call.options import refusing
 from fastattn.integrations._common import extra
 
 with extra("sklearn"):
     from scipy.optimize import minimize
-    from sklearn.base import BaseEstimator, RegressorMixin
-    from sklearn.utils import check_random_state
+    from scipy.sparse import issparse
+    from scipy.sparse.linalg import LinearOperator
+    from sklearn import cluster, semi_supervised
+    from sklearn.base import BaseEstimator, RegressorMixin, _fit_context
+    from sklearn.metrics import pairwise_distances_argmin_min
+    from sklearn.utils import check_array, check_random_state
     from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 _FLOATS = [np.float64, np.float32]
@@ -28,9 +33,10 @@ class KernelRegressor(RegressorMixin, BaseEstimator):
 
     Parameters
     ----------
-    bandwidth : float, array_like of shape (n_features,) or "leave_one_out", default 1.0
+    bandwidth : float, array_like of shape (n_features,), or str, default 1.0
         The standard deviation of the Gaussian, of all features or of each. ``"leave_one_out"`` minimises the
-        weighted mean squared error of predicting each sample from all others.
+        weighted mean squared error of predicting each sample from all others. ``"scott"`` and ``"silverman"``
+        are the rules of `KernelDensity`, which look at the sizes of X alone.
     per_feature : bool, default True
         Whether ``"leave_one_out"`` chooses a bandwidth for each feature, or one for all.
     max_steps : int, default 100
@@ -90,7 +96,7 @@ class KernelRegressor(RegressorMixin, BaseEstimator):
     def __init__(
         self,
         *,
-        bandwidth: float | Any | Literal["leave_one_out"] = 1.0,
+        bandwidth: float | Any | Literal["leave_one_out", "scott", "silverman"] = 1.0,
         per_feature: bool = True,
         max_steps: int = 100,
     ) -> None:
@@ -115,11 +121,7 @@ class KernelRegressor(RegressorMixin, BaseEstimator):
         X, y = validate_data(self, X, y, dtype=_FLOATS, multi_output=True, y_numeric=True)
         check_number_dtype(y, "y")
         weights = _weights(sample_weight, X)
-        if isinstance(self.bandwidth, str):
-            if self.bandwidth != "leave_one_out":
-                raise ValueError(
-                    f'bandwidth must be positive numbers or "leave_one_out", got {self.bandwidth!r}'
-                )
+        if isinstance(self.bandwidth, str) and self.bandwidth == "leave_one_out":
             w = np.ones(len(X)) if weights is None else weights
             samples, targets, w = (array[w > 0].astype(np.float64) for array in (X, y.reshape(len(y), -1), w))
             check_bool(self.per_feature, "per_feature")
@@ -127,7 +129,7 @@ class KernelRegressor(RegressorMixin, BaseEstimator):
             found = _search(samples, targets, w, self.per_feature, max_steps)
             self.bandwidth_, self.leave_one_out_error_ = found
         else:
-            self.bandwidth_ = _bandwidth(self.bandwidth, X, weights)
+            self.bandwidth_ = _bandwidth(self.bandwidth, X, weights, "leave_one_out")
             if hasattr(self, "leave_one_out_error_"):  # of an earlier fit
                 del self.leave_one_out_error_
         self._X, self._y, self._weights = X, y, weights
@@ -165,7 +167,7 @@ class KernelDensity(BaseEstimator):
     bandwidth : float, array_like of shape (n_features,), "scott" or "silverman", default 1.0
         The standard deviation of the Gaussian, of all features or of each. The rules are scikit-learn's, a
         number that depends on the sizes of X alone. ``scipy.stats.gaussian_kde`` scales the covariance of X
-        by its square: for these densities whiten X first, as docs/coming-from.md shows.
+        by its square: `fastattn.integrations.scipy.gaussian_kde` has these densities.
 
     Attributes
     ----------
@@ -212,15 +214,8 @@ class KernelDensity(BaseEstimator):
         self
         """
         X = validate_data(self, X, dtype=_FLOATS)
-        n, dim = X.shape
-        rules = {"scott": n ** (-1 / (dim + 4)), "silverman": (n * (dim + 2) / 4) ** (-1 / (dim + 4))}
-        if isinstance(self.bandwidth, str) and self.bandwidth not in rules:
-            raise ValueError(
-                f'bandwidth must be positive numbers, "scott" or "silverman", got {self.bandwidth!r}'
-            )
         weights = _weights(sample_weight, X)
-        value = rules[self.bandwidth] if isinstance(self.bandwidth, str) else self.bandwidth
-        self.bandwidth_ = _bandwidth(value, X, weights)
+        self.bandwidth_ = _bandwidth(self.bandwidth, X, weights)
         self._X, self._weights = X, weights
         return self
 
@@ -251,8 +246,266 @@ class KernelDensity(BaseEstimator):
         return centres + rng.normal(size=centres.shape) * self.bandwidth_
 
 
-def _bandwidth(value: Any, X: np.ndarray, weights: np.ndarray | None) -> Any:
-    h, dim = np.asarray(value, dtype=np.float64), X.shape[1]
+class _WithoutMatrix(BaseEstimator):
+    """scikit-learn's label propagation, where a product with the matrix of kernels is a kernel regression."""
+
+    def _is_without_matrix(self, *arrays: Any) -> bool:
+        return self.kernel == "rbf" and self.gamma > 0 and not any(map(issparse, arrays))
+
+    def _sums(
+        self, points: Any, labels: np.ndarray, leave_one_out: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of the labels times their kernels, as means of the labels and logs of what they are to be times.
+
+        Samples without a label are no part of the means, so that none is too far to have its label.
+        """
+        X = np.asarray(self.X_, np.float64)
+        points = X if points is self.X_ else np.asarray(points, np.float64)
+        bandwidth = np.full(X.shape[1], (2 * self.gamma) ** -0.5)
+        mass = labels.sum(axis=1)
+        means, log_density = fastattn.kernel_regression(
+            points,
+            X,
+            labels / np.where(mass > 0, mass, 1)[:, None],
+            bandwidth=bandwidth,
+            weights=mass,
+            leave_one_out=leave_one_out,
+            return_log_density=True,
+        )
+        return means, log_density + log_norm(mass, len(X), bandwidth, leave_one_out)
+
+    def _get_kernel(self, X: Any, y: Any = None) -> Any:
+        if y is None or not self._is_without_matrix(X, y):
+            return super()._get_kernel(X, y)
+        # A column for each new sample; all that is asked for is their products with the labels, to normalise.
+        return _matrix((len(y), len(X)), lambda labels: self._sums(y, labels)[0]).T
+
+
+def _matrix(shape: tuple[int, int], product: Callable[[np.ndarray], np.ndarray]) -> Any:
+    return LinearOperator(shape, matvec=product, matmat=product, dtype=np.float64)
+
+
+class LabelPropagation(_WithoutMatrix, semi_supervised.LabelPropagation):
+    """scikit-learn's `LabelPropagation`, whose Gaussian kernel takes no matrix of all pairs of samples.
+
+    Parameters
+    ----------
+    kernel : {"rbf", "knn"} or callable, default "rbf"
+        With another kernel than ``"rbf"``, all is scikit-learn's code.
+    gamma : float, default 20
+        The kernel is ``exp(-gamma * distance**2)``. 0 is left to scikit-learn.
+    n_neighbors, max_iter, tol, n_jobs
+        As scikit-learn's.
+
+    Attributes
+    ----------
+    X_, classes_, label_distributions_, transduction_, n_iter_, n_features_in_, feature_names_in_
+        As scikit-learn's.
+
+    Notes
+    -----
+    A step is a `fastattn.kernel_regression` of the labels on the samples, in float64: it computes all kernels
+    again, and needs memory for copies of the samples alone. Results are scikit-learn's up to rounding, and so
+    is the number of steps; for float32 samples those of the same numbers in float64. New samples so far from
+    all others that each kernel is 0, where scikit-learn's probabilities are NaN, get those of the nearest.
+    Sparse samples are left to scikit-learn.
+
+    References
+    ----------
+    .. [1] Zhu and Ghahramani, "Learning from Labeled and Unlabeled Data with Label Propagation",
+       CMU-CALD-02-107, 2002.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastattn.integrations.sklearn import LabelPropagation
+    >>> rng = np.random.default_rng(0)
+    >>> X = np.concatenate([rng.standard_normal((500, 2)), rng.standard_normal((500, 2)) + 6])
+    >>> y = np.full(1000, -1)  # not labelled
+    >>> y[[0, 999]] = 0, 1
+    >>> model = LabelPropagation(gamma=2).fit(X, y)
+    >>> int(model.transduction_[:500].sum()), int(model.transduction_[500:].sum())
+    (0, 500)
+    """
+
+    def _build_graph(self) -> Any:
+        """W over the sums of its rows."""
+        if not self._is_without_matrix(self.X_):
+            return super()._build_graph()
+        _, log_rows = self._sums(self.X_, np.ones((len(self.X_), 1)))
+
+        def product(labels: np.ndarray) -> np.ndarray:
+            means, logs = self._sums(self.X_, labels)
+            return means * np.exp(logs - log_rows)[:, None]
+
+        return _matrix((len(log_rows), len(log_rows)), product)
+
+
+class LabelSpreading(_WithoutMatrix, semi_supervised.LabelSpreading):
+    """scikit-learn's `LabelSpreading`, whose Gaussian kernel takes no matrix of all pairs of samples.
+
+    Parameters
+    ----------
+    kernel, gamma, n_neighbors, max_iter, tol, n_jobs
+        As those of `LabelPropagation`; `max_iter` is 30 by default.
+    alpha : float, default 0.2
+        How much of a label comes from the others, above 0 and below 1.
+
+    Attributes
+    ----------
+    X_, classes_, label_distributions_, transduction_, n_iter_, n_features_in_, feature_names_in_
+        As scikit-learn's.
+
+    Notes
+    -----
+    Those of `LabelPropagation`.
+
+    References
+    ----------
+    .. [1] Zhou, Bousquet, Lal, Weston and Schoelkopf, "Learning with Local and Global Consistency", 2003.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastattn.integrations.sklearn import LabelSpreading
+    >>> rng = np.random.default_rng(0)
+    >>> X = np.concatenate([rng.standard_normal((500, 2)), rng.standard_normal((500, 2)) + 6])
+    >>> y = np.full(1000, -1)  # not labelled
+    >>> y[[0, 999]] = 0, 1
+    >>> LabelSpreading(gamma=2, alpha=0.9).fit(X, y).predict([[1.0, 1.0], [5.0, 5.0]])
+    array([0, 1])
+    """
+
+    def _build_graph(self) -> Any:
+        """``D**-0.5 @ W @ D**-0.5``: W has a diagonal of 0, D the sums of its rows."""
+        if not self._is_without_matrix(self.X_):
+            return super()._build_graph()
+        _, log_rows = self._sums(self.X_, np.ones((len(self.X_), 1)), leave_one_out=True)
+        is_alone = np.exp(log_rows) == 0
+        log_roots = np.where(is_alone, 0, 0.5 * log_rows)
+
+        def product(labels: np.ndarray) -> np.ndarray:
+            means, logs = self._sums(self.X_, labels * np.exp(-log_roots)[:, None], leave_one_out=True)
+            return means * np.where(is_alone, 0, np.exp(logs - log_roots))[:, None]
+
+        return _matrix((len(log_rows), len(log_rows)), product)
+
+
+class GaussianMeanShift(cluster.MeanShift):
+    """Mean shift clustering with a Gaussian kernel: each seed climbs to a mode of the density.
+
+    Its interface is that of scikit-learn's `MeanShift`, whose kernel is flat.
+
+    Parameters
+    ----------
+    bandwidth : float, optional
+        The standard deviation of the Gaussian. By default ``estimate_bandwidth(X)`` of scikit-learn, the
+        radius of a flat kernel, over ``sqrt(n_features + 4)``: both then climb densities of kernels of the
+        same variance [1]_.
+    seeds : array_like of shape (n_seeds, n_features), optional
+        Where to start; by default at each sample.
+    bin_seeding : bool, default False
+        Start at the points of a grid near samples, a bandwidth from each other.
+    min_bin_freq : int, default 1
+        How many samples such a point must have.
+    cluster_all : bool, default True
+        Whether all samples belong to the nearest mode. If not, those farther from it than
+        ``bandwidth * sqrt(n_features + 4)`` have the label -1.
+    n_jobs : int, optional
+        Of `estimate_bandwidth` alone.
+    max_iter : int, default 300
+        The most steps of a seed. It stops before when a step is shorter than a thousandth of the bandwidth.
+
+    Attributes
+    ----------
+    cluster_centers_ : ndarray of shape (n_clusters, n_features)
+        The modes, the densest first. Of those within a bandwidth of each other the densest is kept.
+    labels_ : ndarray of shape (n_samples,)
+    n_iter_ : int
+        Steps of the seed that took most.
+    n_features_in_, feature_names_in_
+        As scikit-learn's.
+
+    Notes
+    -----
+    A step of all seeds is one `fastattn.kernel_regression` of the samples on themselves. The time grows with
+    samples times seeds, and memory with neither's product.
+
+    References
+    ----------
+    .. [1] Cheng, "Mean Shift, Mode Seeking, and Clustering", IEEE Transactions on Pattern Analysis and
+       Machine Intelligence 17, 1995. A flat kernel climbs a density of Epanechnikov's, a Gaussian its own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fastattn.integrations.sklearn import GaussianMeanShift
+    >>> rng = np.random.default_rng(0)
+    >>> X = np.concatenate([rng.standard_normal((300, 2)), rng.standard_normal((200, 2)) + 6])
+    >>> model = GaussianMeanShift(bandwidth=1.0).fit(X)
+    >>> len(model.cluster_centers_)
+    2
+    >>> model.predict([[1.0, 1.0], [5.0, 5.0]])
+    array([0, 1])
+    """
+
+    @_fit_context(prefer_skip_nested_validation=True)
+    def fit(self, X: Any, y: Any = None) -> GaussianMeanShift:
+        """Climb, and label the samples.
+
+        Parameters
+        ----------
+        X : array_like, shape (n_samples, n_features)
+        y : None
+            Not used.
+
+        Returns
+        -------
+        self
+        """
+        X = validate_data(self, X, dtype=_FLOATS)
+        flat_radius = np.sqrt(X.shape[1] + 4)  # in bandwidths
+        bandwidth = self.bandwidth
+        if bandwidth is None:
+            bandwidth = cluster.estimate_bandwidth(X, n_jobs=self.n_jobs) / flat_radius
+            if not bandwidth:
+                raise ValueError(f"samples are too few or equal, say bandwidth=; n_samples = {len(X)}")
+        bandwidth = _bandwidth(bandwidth, X, None)
+        seeds = self.seeds
+        if seeds is None:
+            seeds = cluster.get_bin_seeds(X, bandwidth, self.min_bin_freq) if self.bin_seeding else X
+        points = check_array(seeds, dtype=X.dtype, copy=True)
+        climbing = np.arange(len(points))
+        self.n_iter_ = 0
+        while len(climbing) and self.n_iter_ < self.max_iter:
+            means = fastattn.kernel_regression(points[climbing], X, X, bandwidth=bandwidth)
+            steps = np.linalg.norm(means - points[climbing], axis=1)
+            points[climbing] = means
+            climbing = climbing[steps > 1e-3 * bandwidth]
+            self.n_iter_ += 1
+        heights = fastattn.kernel_logsumexp(points, X, bandwidth=bandwidth)
+        points = points[np.argsort(-heights, kind="stable")]
+        modes = []
+        while len(points):
+            modes.append(points[0])
+            points = points[np.linalg.norm(points - points[0], axis=1) > bandwidth]
+        self.cluster_centers_ = np.stack(modes)
+        self.labels_, distances = pairwise_distances_argmin_min(X, self.cluster_centers_)
+        if not self.cluster_all:
+            self.labels_[distances > flat_radius * bandwidth] = -1
+        return self
+
+
+def _bandwidth(value: Any, X: np.ndarray, weights: np.ndarray | None, *others: str) -> Any:
+    """The number or numbers, by the rule of that name if it is one; `others` are named beside the rules."""
+    n, dim = X.shape
+    if isinstance(value, str):
+        rules = {"scott": n ** (-1 / (dim + 4)), "silverman": (n * (dim + 2) / 4) ** (-1 / (dim + 4))}
+        if value not in rules:
+            names = ", ".join(f'"{name}"' for name in (*rules, *others))
+            raise ValueError(f"bandwidth must be positive numbers, or one of {names}, got {value!r}")
+        value = rules[value]
+    h = np.asarray(value, dtype=np.float64)
     is_flag = isinstance(value, bool)
     if is_flag or h.shape not in ((), (dim,)) or not ((h > 0) & (h < np.inf)).all():
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from fastattn.integrations._common import extra
 with extra("sklearn"):
     from scipy.optimize import minimize
     from scipy.sparse import issparse
-    from scipy.sparse.linalg import LinearOperator
     from sklearn import cluster, semi_supervised
     from sklearn.base import BaseEstimator, RegressorMixin, _fit_context
     from sklearn.metrics import pairwise_distances_argmin_min
@@ -246,6 +245,23 @@ class KernelDensity(BaseEstimator):
         return centres + rng.normal(size=centres.shape) * self.bandwidth_
 
 
+class _Product(NamedTuple):
+    """What scikit-learn takes for a matrix to multiply labels by; of new samples, for its transpose.
+
+    scikit-learn does not ask which library a tuple is an array of.
+    """
+
+    of: Callable[[np.ndarray], np.ndarray]
+    ndim: int = 2
+
+    def __matmul__(self, labels: np.ndarray) -> np.ndarray:
+        return self.of(labels)
+
+    @property
+    def T(self) -> _Product:
+        return self
+
+
 class _WithoutMatrix(BaseEstimator):
     """scikit-learn's label propagation, where a product with the matrix of kernels is a kernel regression."""
 
@@ -277,12 +293,7 @@ class _WithoutMatrix(BaseEstimator):
     def _get_kernel(self, X: Any, y: Any = None) -> Any:
         if y is None or not self._is_without_matrix(X, y):
             return super()._get_kernel(X, y)
-        # A column for each new sample; all that is asked for is their products with the labels, to normalise.
-        return _matrix((len(y), len(X)), lambda labels: self._sums(y, labels)[0]).T
-
-
-def _matrix(shape: tuple[int, int], product: Callable[[np.ndarray], np.ndarray]) -> Any:
-    return LinearOperator(shape, matvec=product, matmat=product, dtype=np.float64)
+        return _Product(lambda labels: self._sums(y, labels)[0])  # whose rows are normalised then
 
 
 class LabelPropagation(_WithoutMatrix, semi_supervised.LabelPropagation):
@@ -338,7 +349,7 @@ class LabelPropagation(_WithoutMatrix, semi_supervised.LabelPropagation):
             means, logs = self._sums(self.X_, labels)
             return means * np.exp(logs - log_rows)[:, None]
 
-        return _matrix((len(log_rows), len(log_rows)), product)
+        return _Product(product)
 
 
 class LabelSpreading(_WithoutMatrix, semi_supervised.LabelSpreading):
@@ -388,7 +399,7 @@ class LabelSpreading(_WithoutMatrix, semi_supervised.LabelSpreading):
             means, logs = self._sums(self.X_, labels * np.exp(-log_roots)[:, None], leave_one_out=True)
             return means * np.where(is_alone, 0, np.exp(logs - log_roots))[:, None]
 
-        return _matrix((len(log_rows), len(log_rows)), product)
+        return _Product(product)
 
 
 class GaussianMeanShift(cluster.MeanShift):

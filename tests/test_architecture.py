@@ -530,8 +530,10 @@ RAISES_ELSEWHERE = {
     "integrations/transformers.py: _attention_forward": "what a few models ask beside attention",
     "integrations/torch.py: _attend": "no tensor of the CPU, or a gradient that nobody computes",
     "integrations/torch.py: _array": "a layout or a dtype that NumPy does not have",
-    "integrations/sklearn.py: fit": "a rule for the bandwidth that there is not, where estimators raise",
-    "integrations/sklearn.py: _bandwidth": "the same of numbers",
+    "integrations/scipy.py: integrate_kde": "what SciPy refuses",
+    "integrations/scipy.py: _log_density": "the same of points",
+    "integrations/sklearn.py: fit": "no bandwidth can be estimated",
+    "integrations/sklearn.py: _bandwidth": "no rule for the bandwidth, or no positive numbers",
     "integrations/sklearn.py: _search": "too few samples to leave one out",
     # The edge of functions, beside the compiler that reads them.
     "_api/flex.py: mask_of": "block_mask is no mask",

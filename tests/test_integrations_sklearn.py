@@ -1,20 +1,25 @@
-"""The estimators by scikit-learn's rules: its checks, its densities, and the leave-one-out bandwidth."""
+"""The estimators by scikit-learn's rules: its checks, its results, and the leave-one-out bandwidth."""
 
 from __future__ import annotations
 
 import re
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import fastattn
 from fastattn._call.hints import ANSWERS, refusal
+from tests.process import python
 
 pytest.importorskip("sklearn")
 
 from scipy.optimize import check_grad
+from scipy.sparse import csr_array
 from scipy.special import logsumexp
-from sklearn import neighbors
+from sklearn import cluster, neighbors, semi_supervised
+from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from fastattn.integrations.sklearn import (
@@ -122,6 +127,15 @@ class TestRegressor:
         X, y, _ = (array.astype(dtype) for array in data())
         assert KernelRegressor().fit(X, y).predict(X).dtype == dtype
 
+    @pytest.mark.parametrize("rule", ["scott", "silverman"])
+    def test_rules_are_scikit_learns(self, rule):
+        X, y, _ = data(dim=2)
+        model = KernelRegressor(bandwidth=rule).fit(X, y)
+        assert model.bandwidth_ == neighbors.KernelDensity(bandwidth=rule).fit(X).bandwidth_
+        np.testing.assert_array_equal(
+            model.predict(X), KernelRegressor(bandwidth=model.bandwidth_).fit(X, y).predict(X)
+        )
+
 
 class TestLeaveOneOut:
     def test_gradient(self):
@@ -225,6 +239,188 @@ class TestLeaveOneOut:
         estimator = KernelRegressor(bandwidth="leave_one_out").fit(X, y)
         assert estimator.leave_one_out_error_ > 0
         assert not hasattr(estimator.set_params(bandwidth=1.0).fit(X, y), "leave_one_out_error_")
+
+
+def labelled(n=300, share=0.1, seed=0):
+    """Three clusters; most samples are not labelled."""
+    rng = np.random.default_rng(seed)
+    classes = rng.integers(0, 3, n)
+    X = rng.standard_normal((n, 3)) + 3 * np.eye(3)[classes]
+    return X, np.where(rng.random(n) < share, classes, -1)
+
+
+def expected_labels(kind, X, y, gamma, alpha, n_iter):
+    """The algorithm with its matrix, in extended precision."""
+    X = X.astype(np.longdouble)
+    kernels = np.exp(-gamma * ((X[:, None] - X) ** 2).sum(axis=-1))
+    start = labels = (y[:, None] == np.unique(y)[1:]).astype(np.longdouble)
+    if kind == "LabelSpreading":
+        np.fill_diagonal(kernels, 0)
+        roots = np.sqrt(kernels.sum(axis=1))
+        for _ in range(n_iter):
+            labels = alpha * (kernels / roots / roots[:, None] @ labels) + (1 - alpha) * start
+    else:
+        for _ in range(n_iter):
+            labels = kernels @ labels
+            labels = np.where(y[:, None] < 0, labels / labels.sum(axis=1, keepdims=True), start)
+    return labels / labels.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.filterwarnings("ignore:max_iter", "ignore:invalid value")
+@pytest.mark.parametrize("kind", ["LabelPropagation", "LabelSpreading"])
+class TestLabels:
+    def both(self, kind, X, y, **options):
+        estimators = globals()[kind](**options), getattr(semi_supervised, kind)(**options)
+        return [estimator.fit(X, y) for estimator in estimators]
+
+    @pytest.mark.parametrize("gamma", [0.05, 0.5, 4.0])
+    def test_labels_by_the_definition(self, kind, gamma):
+        X, y = labelled()
+        options = {"alpha": 0.7} if kind == "LabelSpreading" else {}
+        model = globals()[kind](gamma=gamma, max_iter=40, tol=1e-6, **options).fit(X, y)
+        exact = expected_labels(kind, X, y, gamma, 0.7, model.n_iter_)
+        np.testing.assert_allclose(model.label_distributions_, exact.astype(float), rtol=1e-11, atol=1e-14)
+
+    @pytest.mark.parametrize("gamma", [0.05, 1, 20, 1000.0])
+    @pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
+    def test_all_is_scikit_learns(self, kind, gamma, share):
+        """But where kernels are 0 in floating point, and scikit-learn finds no label."""
+        X, y = labelled(share=share)
+        X[:2], y[:2] = [[50, 50, 50], [50, 50.3, 50]], -1
+        ours, theirs = self.both(kind, X, y, gamma=gamma)
+        assert ours.n_iter_ == theirs.n_iter_
+        np.testing.assert_array_equal(ours.classes_, theirs.classes_)
+        found, wanted = ours.label_distributions_, theirs.label_distributions_
+        is_found = wanted.any(axis=1)
+        assert is_found.sum() > (280 if gamma < 1000 else 100)
+        np.testing.assert_allclose(found[is_found], wanted[is_found], rtol=1e-9, atol=1e-12)
+        np.testing.assert_array_equal(ours.transduction_[is_found], theirs.transduction_[is_found])
+        points = X + 0.1
+        found, wanted = ours.predict_proba(points), theirs.predict_proba(points)
+        is_found &= np.isfinite(wanted).all(axis=1)
+        np.testing.assert_allclose(found[is_found], wanted[is_found], rtol=1e-9, atol=1e-12)
+        np.testing.assert_array_equal(ours.predict(points)[is_found], theirs.predict(points)[is_found])
+
+    def test_a_new_sample_far_from_all_has_the_nearest_label(self, kind):
+        X, y = labelled(share=1.0)
+        model = globals()[kind]().fit(X, y)
+        nearest = model.transduction_[((X - 1e3) ** 2).sum(axis=1).argmin()]
+        np.testing.assert_array_equal(model.predict([[1e3, 1e3, 1e3]]), nearest)
+
+    @pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "bool", "longdouble"])
+    def test_all_types_are_computed_as_float64(self, kind, dtype):
+        X, y = labelled()
+        X = X.astype(dtype)
+        one, other = (globals()[kind]().fit(array, y) for array in (X, X.astype(np.float64)))
+        np.testing.assert_array_equal(one.label_distributions_, other.label_distributions_)
+        np.testing.assert_array_equal(one.predict_proba(X), other.predict_proba(X))
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"kernel": "knn"}, {"kernel": rbf_kernel}, {"gamma": 0}, {}],
+        ids=["knn", "f", "0", "sparse"],
+    )
+    def test_the_rest_is_scikit_learns_code(self, kind, options):
+        X, y = labelled()
+        X = X if options else csr_array(X)
+        ours, theirs = self.both(kind, X, y, **options)
+        np.testing.assert_array_equal(ours.label_distributions_, theirs.label_distributions_)
+        np.testing.assert_array_equal(ours.predict_proba(X), theirs.predict_proba(X))
+
+    def test_there_is_no_matrix(self, kind):
+        X, y = labelled(3000)
+        tracemalloc.start()
+        try:
+            globals()[kind](max_iter=2).fit(X, y).predict_proba(X)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 3000 * 3000
+
+
+class TestMeanShift:
+    def climbed(self, X, point, bandwidth, steps):
+        """From a point by so many steps, and its density, in extended precision."""
+        X, point = X.astype(np.longdouble), point.astype(np.longdouble)
+        for left in range(steps, -1, -1):
+            kernels = np.exp(-0.5 * (((X - point) / bandwidth) ** 2).sum(axis=1))
+            point = kernels @ X / kernels.sum() if left else point
+        return point.astype(float), float(kernels.sum())
+
+    @pytest.mark.parametrize("bandwidth", [0.3, 0.6, 1.5])
+    def test_centres_are_the_modes(self, bandwidth):
+        X, _ = labelled(200)
+        model = GaussianMeanShift(bandwidth=bandwidth).fit(X)
+        ends, heights = zip(
+            *(self.climbed(X, centre, bandwidth, 1) for centre in model.cluster_centers_), strict=True
+        )
+        np.testing.assert_allclose(ends, model.cluster_centers_, atol=1e-3 * bandwidth)
+        assert list(heights) == sorted(heights, reverse=True)
+        apart = np.linalg.norm(model.cluster_centers_[:, None] - model.cluster_centers_, axis=-1)
+        assert (apart[~np.eye(len(apart), dtype=bool)] > bandwidth).all()
+        for sample in X[:20]:  # each climbs to a mode near a centre that is no lower
+            end, height = self.climbed(X, sample, bandwidth, model.n_iter_)
+            near = np.linalg.norm(model.cluster_centers_ - end, axis=1) <= 1.05 * bandwidth
+            assert max(np.array(heights)[near]) >= height * (1 - 1e-4)
+
+    def test_clusters_and_labels(self):
+        rng = np.random.default_rng(0)
+        classes = np.repeat([0, 1, 2], [150, 100, 50])
+        X = rng.standard_normal((300, 2)) + np.array([[0, 0], [8, 0], [0, 8]])[classes]
+        for options in ({}, {"bin_seeding": True}, {"seeds": X[::30]}, {"bandwidth": 1.0}):
+            model = GaussianMeanShift(**options).fit(X)
+            np.testing.assert_array_equal(model.labels_, classes)
+            np.testing.assert_array_equal(model.predict(X), classes)
+        radius = cluster.estimate_bandwidth(X)
+        model = GaussianMeanShift(cluster_all=False, bandwidth=radius / np.sqrt(6)).fit(X)
+        distance = np.linalg.norm(X - model.cluster_centers_[classes], axis=1)
+        assert (distance > radius).any()
+        np.testing.assert_array_equal(model.labels_, np.where(distance > radius, -1, classes))
+        default = GaussianMeanShift().fit(X)
+        np.testing.assert_array_equal(default.cluster_centers_, model.cluster_centers_)
+
+    def test_seeds_and_steps(self):
+        X, _ = labelled(200)
+        seeds = np.array([[0.0, 0.0, 0.0], [3.0, 0.0, 0.0]])
+        model = GaussianMeanShift(bandwidth=0.5, seeds=seeds, max_iter=0).fit(X)
+        assert model.n_iter_ == 0
+        np.testing.assert_array_equal(np.sort(model.cluster_centers_, axis=0), seeds)
+        for steps in (1, 3):
+            model.set_params(max_iter=steps).fit(X)
+            ends = [self.climbed(X, seed, 0.5, steps)[0] for seed in seeds]
+            assert model.n_iter_ == steps
+            np.testing.assert_allclose(
+                np.sort(model.cluster_centers_, axis=0), np.sort(ends, axis=0), rtol=1e-12
+            )
+        np.testing.assert_array_equal(seeds, [[0, 0, 0], [3, 0, 0]])
+
+    def test_refused(self):
+        X, _ = labelled(5)
+        with pytest.raises(ValueError, match=r"say bandwidth=; n_samples = 5"):
+            GaussianMeanShift().fit(X)
+        with pytest.raises(ValueError, match=r"same number of features"):
+            GaussianMeanShift(bandwidth=1.0, seeds=[[0.0]]).fit(X)
+        with pytest.raises(ValueError, match=r"'bandwidth' parameter"):
+            GaussianMeanShift(bandwidth=0.0).fit(X)
+
+
+@pytest.mark.slow
+def test_scikit_learns_own_tests():
+    """Of label propagation, but those that look at the matrix."""
+    tests = Path(semi_supervised.__file__).parent / "tests" / "test_label_propagation.py"
+    if not tests.exists():
+        pytest.skip("this scikit-learn comes without its tests")
+    code = f"""
+import os
+import sys
+import pytest
+from sklearn.semi_supervised import _label_propagation as module
+from fastattn.integrations import sklearn
+module.LabelPropagation, module.LabelSpreading = sklearn.LabelPropagation, sklearn.LabelSpreading
+chosen = ["-k", "not closed_form", {str(tests)!r}]
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-c", os.devnull, *chosen]))
+"""
+    assert " passed" in python(code, timeout=600)
 
 
 @pytest.mark.parametrize("bandwidth", [0, -1.0, np.inf, np.nan, [1.0, 2.0], "best"], ids=str)

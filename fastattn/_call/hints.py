@@ -331,8 +331,8 @@ normalize | feature_map | leave it out: sums are always divided by those of the 
 ortho | orthogonal | say orthogonal=
 h bw sigma length_scale | bandwidth | say bandwidth=
 bw_method
-    bandwidth | say bandwidth=, a standard deviation; SciPy's scales the covariance, for which
-        docs/coming-from.md whitens the data
+    bandwidth | say bandwidth=, a standard deviation; SciPy's scales the covariance, as that of
+        fastattn.integrations.scipy.gaussian_kde
 gamma | bandwidth | say bandwidth=(2 * gamma) ** -0.5
 metric metric_params | bandwidth | leave it out: distances are Euclidean
 algorithm atol rtol breadth_first leaf_size

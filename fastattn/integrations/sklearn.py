@@ -246,9 +246,9 @@ class KernelDensity(BaseEstimator):
 
 
 class _Product(NamedTuple):
-    """What scikit-learn takes for a matrix to multiply labels by; of new samples, for its transpose.
+    """What scikit-learn multiplies labels by in place of a matrix, or of the transpose of one.
 
-    scikit-learn does not ask which library a tuple is an array of.
+    A tuple, because scikit-learn's dispatch on array libraries refuses other objects that are no arrays.
     """
 
     of: Callable[[np.ndarray], np.ndarray]
@@ -271,9 +271,9 @@ class _WithoutMatrix(BaseEstimator):
     def _sums(
         self, points: Any, labels: np.ndarray, leave_one_out: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of the labels times their kernels, as means of the labels and logs of what they are to be times.
+        """The product of kernels and labels: its rows divided by their sums, and the logs of these sums.
 
-        Samples without a label are no part of the means, so that none is too far to have its label.
+        Samples without a label have weight 0, so the rows are right also where all kernels underflow.
         """
         X = np.asarray(self.X_, np.float64)
         points = X if points is self.X_ else np.asarray(points, np.float64)
@@ -293,7 +293,7 @@ class _WithoutMatrix(BaseEstimator):
     def _get_kernel(self, X: Any, y: Any = None) -> Any:
         if y is None or not self._is_without_matrix(X, y):
             return super()._get_kernel(X, y)
-        return _Product(lambda labels: self._sums(y, labels)[0])  # whose rows are normalised then
+        return _Product(lambda labels: self._sums(y, labels)[0])  # scikit-learn divides by the sums, too
 
 
 class LabelPropagation(_WithoutMatrix, semi_supervised.LabelPropagation):
@@ -317,9 +317,9 @@ class LabelPropagation(_WithoutMatrix, semi_supervised.LabelPropagation):
     -----
     A step is a `fastattn.kernel_regression` of the labels on the samples, in float64: it computes all kernels
     again, and needs memory for copies of the samples alone. Results are scikit-learn's up to rounding, and so
-    is the number of steps; for float32 samples those of the same numbers in float64. New samples so far from
-    all others that each kernel is 0, where scikit-learn's probabilities are NaN, get those of the nearest.
-    Sparse samples are left to scikit-learn.
+    is the number of steps; for float32 samples those of the same numbers in float64. Where all kernels
+    underflow, scikit-learn finds no label, and NaN for new samples; here the nearest labels decide for new
+    samples, and may for others. Sparse samples are left to scikit-learn.
 
     References
     ----------

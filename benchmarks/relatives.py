@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -142,6 +143,94 @@ def density_64() -> Pair:
 
 
 # ---- integrations
+
+
+def scipy() -> Pair:
+    from scipy.stats import gaussian_kde as theirs
+
+    from fastattn.integrations.scipy import gaussian_kde as ours
+
+    x, points = _normal(2, 10_000, dtype="float64"), _normal(2, 10_000, seed=1, dtype="float64")
+    densities = [kind(x) for kind in (theirs, ours)]
+    return Pair(lambda: densities[0](points), lambda: densities[1](points))
+
+
+def seaborn() -> Pair:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    import seaborn
+
+    from fastattn.integrations.scipy import installed
+
+    x = _normal(100_000, dtype="float64")
+
+    def plot() -> np.ndarray:
+        figure = plt.figure()
+        line: np.ndarray = seaborn.kdeplot(x=x, ax=figure.subplots()).lines[0].get_ydata()
+        plt.close(figure)
+        return line
+
+    def ours() -> np.ndarray:
+        with installed():
+            return plot()
+
+    return Pair(plot, ours)
+
+
+def _labels(name: str, steps: int) -> Pair:
+    from sklearn import semi_supervised
+
+    from fastattn.integrations import sklearn
+
+    groups = np.arange(8_000) % 4
+    x = _normal(8_000, 10, dtype="float64") + 4 * np.eye(10)[groups]
+    y = np.where(np.random.default_rng(0).random(8_000) < 0.01, groups, -1)
+
+    def fit(module: Any) -> Any:
+        model = getattr(module, name)(gamma=0.5, max_iter=steps, tol=0)
+        with warnings.catch_warnings(action="ignore"):  # of the steps
+            return model.fit(x, y).label_distributions_
+
+    return Pair(lambda: fit(semi_supervised), lambda: fit(sklearn))
+
+
+def label_propagation() -> Pair:
+    return _labels("LabelPropagation", 20)
+
+
+def label_spreading() -> Pair:
+    return _labels("LabelSpreading", 6)
+
+
+def tabpfn() -> Pair:
+    """A model of TabPFN 2.5's sizes, with random weights."""
+    import torch
+    from tabpfn.architectures import tabpfn_v2_5
+
+    from fastattn.integrations.tabpfn import register, unregister
+
+    config, _ = tabpfn_v2_5.parse_config({"max_num_classes": 10, "num_buckets": 100})
+    torch.manual_seed(0)
+    model = tabpfn_v2_5.get_architecture(config).eval()
+    with torch.no_grad():  # some start at 0, so that attention would change nothing
+        for parameter in model.parameters():
+            parameter.copy_(0.02 * torch.randn_like(parameter) + (parameter.ndim == 1))
+    x, y = torch.randn(1200, 1, 12), torch.randint(0, 3, (1000, 1)).float()
+
+    def theirs() -> Any:
+        with torch.no_grad():
+            return model(x, y)
+
+    def ours() -> Any:
+        register()
+        try:
+            return theirs()
+        finally:
+            unregister()
+
+    return Pair(theirs, ours)
 
 
 def onnx() -> Pair:
@@ -280,6 +369,11 @@ ROWS = [
     Row(density_3, "KernelDensity, 20000 x 2000, D 3", "scikit-learn", "sklearn"),
     Row(density_16, "the same, D 16", "scikit-learn", "sklearn"),
     Row(density_64, "the same, D 64", "scikit-learn", "sklearn"),
+    Row(scipy, "gaussian_kde, 10000 x 10000, D 2", "SciPy", "scipy"),
+    Row(seaborn, "seaborn's kdeplot of 100000", "SciPy", "scipy"),
+    Row(label_propagation, "LabelPropagation, 8000 x 10, 20 steps", "scikit-learn", "sklearn"),
+    Row(label_spreading, "LabelSpreading, the same, 6 steps", "scikit-learn", "sklearn"),
+    Row(tabpfn, "TabPFN 2.5, 1000 + 200 rows of 12", "PyTorch", "tabpfn"),
     Row(onnx, "Attention, 1,8,512,64 causal", "onnx's reference", "onnx"),
     Row(jax, "attention, 1,8,1024,64 causal", "jax.nn", "jax"),
     Row(numba, "the same, 8,1024,64 in @njit", "the formula in @njit", "numba"),

@@ -144,7 +144,7 @@ LAYERS = [
     # What is built on them
     {"integrations._common", "integrations._xla"},
     {"integrations.torch", "integrations.onnx._common"},
-    {"integrations.onnx.standard"},
+    {"integrations.onnx.standard", "integrations.onnx.microsoft"},
     {"integrations"},
     {"bench.probes"},
     {"bench.quiet", "bench.outputs"},

@@ -16,6 +16,7 @@ True
 
 from __future__ import annotations
 
+from fastattn.integrations.onnx import microsoft
 from fastattn.integrations.onnx.standard import (
     Attention,
     CausalConvWithState,
@@ -27,5 +28,6 @@ from fastattn.integrations.onnx.standard import (
 
 #: For ``onnx.reference.ReferenceEvaluator(model, new_ops=operators)``.
 operators = [
-    Attention, RotaryEmbedding, TensorScatter, FlexAttention, LinearAttention, CausalConvWithState
+    Attention, RotaryEmbedding, TensorScatter, FlexAttention, LinearAttention, CausalConvWithState,
+    microsoft.Attention, microsoft.MultiHeadAttention, microsoft.GroupQueryAttention,
 ]  # fmt: skip

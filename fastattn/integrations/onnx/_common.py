@@ -45,9 +45,34 @@ def heads(x: np.ndarray, num_heads: int | None, name: str, attribute: str) -> np
     return x.reshape(*x.shape[:2], num_heads, x.shape[2] // num_heads).swapaxes(1, 2)
 
 
+def flat(x: np.ndarray) -> np.ndarray:
+    """(B, L, H * D) of (B, H, L, D)."""
+    B, H, L, D = x.shape
+    return x.swapaxes(1, 2).reshape(B, L, H * D)
+
+
+def with_past(
+    key: np.ndarray, value: np.ndarray, past_key: np.ndarray | None, past_value: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Keys and values behind those before them, and how many there were; all of four axes."""
+    if (past_key is None) != (past_value is None):
+        raise ValueError("past_key and past_value must be given together")
+    if past_key is None or past_value is None:
+        return key, value, 0
+    past = past_key.shape[2] if past_key.ndim == 4 else 0
+    for name, x, new in (("past_key", past_key, key), ("past_value", past_value, value)):
+        check_shape(name, x, (*new.shape[:2], past, new.shape[3]))
+    return np.concatenate((past_key, key), axis=2), np.concatenate((past_value, value), axis=2), past
+
+
 def check_shape(name: str, x: np.ndarray, *expected: tuple[int, ...], because: str = "") -> None:
     if x.shape not in expected:
         raise ValueError(f"{name} must have shape {' or '.join(map(str, expected))}{because}, got {x.shape}")
+
+
+def check_groups(name: str, num_heads: int, kv_num_heads: int) -> None:
+    if kv_num_heads <= 0 or num_heads <= 0 or num_heads % kv_num_heads:
+        raise ValueError(f"{name} must be a multiple of kv_num_heads, got {num_heads} and {kv_num_heads}")
 
 
 def check_choice(name: str, given: Any, choices: tuple[Any, ...]) -> None:

@@ -12,11 +12,14 @@ from fastattn.integrations._common import extra
 from fastattn.integrations.onnx._common import (
     bound,
     check_choice,
+    check_groups,
     check_shape,
+    flat,
     heads,
     names_of_attention,
     names_of_rope,
     rules,
+    with_past,
 )
 
 with extra("onnx"):
@@ -50,8 +53,6 @@ class Attention(OpRun):
         softcap: float | None = None,
         softmax_precision: int | None = None,
     ) -> tuple[np.ndarray, ...]:
-        if (past_key is None) != (past_value is None):
-            raise ValueError("past_key and past_value must be given together")
         if past_key is not None and nonpad_kv_seqlen is not None:
             raise ValueError("nonpad_kv_seqlen and past_key must not both be given")
         check_choice("qk_matmul_output_mode", qk_matmul_output_mode or 0, (0, 1, 2, 3))
@@ -65,12 +66,7 @@ class Attention(OpRun):
             raise ValueError("q_num_heads and kv_num_heads must be given for inputs of three axes")
         Q = heads(Q, q_num_heads, "Q", "q_num_heads")
         K, V = (heads(x, kv_num_heads, name, "kv_num_heads") for x, name in ((K, "K"), (V, "V")))
-        past = 0
-        if past_key is not None and past_value is not None:
-            past = past_key.shape[2] if past_key.ndim == 4 else 0
-            for name, x, new in (("past_key", past_key, K), ("past_value", past_value, V)):
-                check_shape(name, x, (*new.shape[:2], past, new.shape[3]))
-            K, V = (np.concatenate(parts, axis=2) for parts in ((past_key, K), (past_value, V)))
+        K, V, past = with_past(K, V, past_key, past_value)
         if nonpad_kv_seqlen is not None:
             check_shape("nonpad_kv_seqlen", nonpad_kv_seqlen, Q.shape[:1])
         options = rules(
@@ -87,9 +83,7 @@ class Attention(OpRun):
         out, scores = found if isinstance(found, tuple) else (found, np.empty(0, Q.dtype))
         if wants_scores and mode != 3:
             scores = _scores(Q, K, mode, **options)
-        if is_flat:
-            B, H, L, E = out.shape
-            out = out.swapaxes(1, 2).reshape(B, L, H * E)
+        out = flat(out) if is_flat else out
         with np.errstate(over="ignore"):
             return out.astype(Q.dtype, copy=False), K, V, scores.astype(Q.dtype, copy=False)
 
@@ -150,7 +144,7 @@ class RotaryEmbedding(OpRun):
             rotated = fastattn.rope(
                 x, cos_cache, sin_cache, positions=position_ids, interleaved=bool(interleaved)
             )
-        return (rotated.swapaxes(1, 2).reshape(X.shape) if X.ndim == 3 else rotated,)
+        return (flat(rotated) if X.ndim == 3 else rotated,)
 
 
 class TensorScatter(OpRun):
@@ -241,8 +235,7 @@ class LinearAttention(OpRun):
         H, K = q_num_heads or 0, kv_num_heads or 0
         rule = update_rule or "gated_delta"
         check_choice("update_rule", rule, tuple(_GATES))
-        if K <= 0 or H <= 0 or H % K:
-            raise ValueError(f"q_num_heads must be a multiple of kv_num_heads, got {H} and {K}")
+        check_groups("q_num_heads", H, K)
         for name, gate in {"decay": decay, "beta": beta}.items():
             if (gate is not None) != (name in _GATES[rule]):
                 how = "needs" if gate is None else "takes no"
@@ -266,8 +259,7 @@ class LinearAttention(OpRun):
             heads(query, H, "query", "q_num_heads"), k, v, decay=decay, beta=beta, scale=scale or None,
             state=past_state, return_state=True,
         )  # fmt: skip
-        packed = out.swapaxes(1, 2).reshape(B, T, H * E)
-        return packed, state.astype(query.dtype if past_state is None else past_state.dtype)
+        return flat(out), state.astype(query.dtype if past_state is None else past_state.dtype)
 
 
 class CausalConvWithState(OpRun):

@@ -81,5 +81,6 @@ def _quantised(x: np.ndarray, scale: np.ndarray, bits: int) -> np.ndarray:
 
 def _dequantised(x: np.ndarray, scale: np.ndarray, bits: int) -> np.ndarray:
     if bits == 4:
-        x = np.stack((x & 15, x >> 4), axis=-1).reshape(*x.shape[:-1], -1).astype(np.int8) - np.int8(8)
+        halves = np.stack((x & 15, x >> 4), axis=-1).reshape(*x.shape[:-1], 2 * x.shape[-1])
+        x = halves.astype(np.int8) - np.int8(8)
     return x * scale

@@ -91,8 +91,10 @@ class Attention(_Operator):
                 ("query", "key", "value"), np.split(qkv, np.cumsum(sizes)[:2], axis=2), strict=True
             )
         )
-        if past is not None and (past.ndim != 5 or len(past) != 2):
-            raise ValueError(f"past must have shape (2, B, num_heads, P, head_size), got {past.shape}")
+        if past is not None:
+            P = past.shape[3] if past.ndim == 5 else 0
+            for x in (key, value):
+                check_shape("past", past, (2, *x.shape[:2], P, x.shape[3]))
         key, value, before = with_past(key, value, *((None, None) if past is None else past))
         T = before + L
         padding = None
@@ -105,7 +107,8 @@ class Attention(_Operator):
         out = _attend(query, key, value, before, attention_bias, padding, scale, unidirectional)
         results = [flat(out)]
         if any(self.onnx_node.output[1:]):
-            check_shape("value, as present has it,", value, key.shape)
+            if sizes[1] != sizes[2]:
+                raise ValueError(f"qkv_hidden_sizes must be equal where present is asked for, got {sizes}")
             results.append(np.stack((key, value)))
         return _as(input.dtype, *results)
 

@@ -492,6 +492,7 @@ MISTAKES = {
         ("value must not be given with a query of five axes", PACKED | {"value": (2, 5, 8)}),
         ("value must not be given with a key of five axes", {"key": (2, 7, 2, 2, 4)}),
         ("query, key and value must have one batch size", {"key": (3, 7, 8)}),
+        ("query, key and value must have one batch size", {"value": (1, 7, 6)}),
         (
             "key and value one length, got as heads (2, 2, 5, 4), (2, 2, 7, 4) and (2, 2, 6, 3)",
             {"value": (2, 6, 6)},

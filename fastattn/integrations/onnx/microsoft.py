@@ -19,7 +19,6 @@ from fastattn.integrations.onnx._common import (
     check_shape,
     flat,
     heads,
-    names_of_rope,
     rules,
     with_past,
 )
@@ -27,9 +26,15 @@ from fastattn.integrations.onnx._common import (
 with extra("onnx"):
     from onnx.reference.op_run import OpRun
 
-_names_of_attention = partial(
-    caller_names, {"bias": "attention_bias", "sinks": "head_sink", "key_lengths": "seqlens_k"}, ValueError
-)
+#: A ValueError, as ONNX hides the text of a TypeError.
+_names = partial(
+    caller_names,
+    {
+        "bias": "attention_bias", "sinks": "head_sink", "key_lengths": "seqlens_k", "x": "query",
+        "cos": "cos_cache", "sin": "sin_cache", "positions": "position_ids",
+    },
+    ValueError,
+)  # fmt: skip
 
 
 class _Operator(OpRun):
@@ -143,7 +148,7 @@ class MultiHeadAttention(_Operator):
         )
         H = num_heads or 0
         q, k, v = _unpacked(query, key, value, H)
-        if k.shape[:1] + k.shape[2:3] != q.shape[:1] + v.shape[2:3] or k.shape[3] != q.shape[3]:
+        if not (len(q) == len(k) == len(v) and k.shape[2] == v.shape[2] and k.shape[3] == q.shape[3]):
             raise ValueError(
                 f"query, key and value must have one batch size, query and key one head size, key and value "
                 f"one length, got as heads {q.shape}, {k.shape} and {v.shape}"
@@ -234,7 +239,7 @@ class GroupQueryAttention(_Operator):
                 check_shape("position_ids", position_ids, (B, L))
                 # As in onnxruntime: the first of all is where a prompt starts.
                 positions = position_ids[:1, :1] + positions if is_first else position_ids
-            with names_of_rope():
+            with _names():
                 q, k = (
                     fastattn.rope(
                         x, cos_cache, sin_cache, positions=positions, interleaved=bool(rotary_interleaved)
@@ -252,7 +257,7 @@ class GroupQueryAttention(_Operator):
         aligned: Literal["top_left", "bottom_right"] = "top_left" if is_first else "bottom_right"
         if head_sink is None and smooth_softmax == 1:
             head_sink = np.zeros(H, np.float32)
-        with _names_of_attention():
+        with _names():
             out = fastattn.attention(
                 q, k, v, key_lengths=lengths, causal=False if causal == 0 else aligned,
                 window=None if window == -1 else (window - 1, None), bias=attention_bias, scale=scale or None,
@@ -325,7 +330,7 @@ def _attend(
         raise ValueError(f"unidirectional must be 0 for {L} queries and {T - before} keys")
     _check_bias(attention_bias, B, H, L, T)
     biases = tuple(x for x in (attention_bias, padding) if x is not None)
-    with _names_of_attention():
+    with _names():
         return fastattn.attention(
             query, key, value, bias=biases or None, scale=scale or None,
             **rules(None, T, before, None, is_causal, None, None),

@@ -167,8 +167,8 @@ def test_reference_names_everything_public():
         assert page.stem == "index" or tables[page.stem] in (set(), full), page.stem
         documented |= full
     integrations = [
-        f"fastattn.integrations.{path.stem}.{node.name}"
-        for path in (ROOT / "fastattn" / "integrations").glob("[!_]*.py")
+        ".".join([*path.relative_to(ROOT).with_suffix("").parts, node.name])
+        for path in (ROOT / "fastattn" / "integrations").rglob("[!_]*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
         and not node.name.startswith("_")

@@ -618,6 +618,18 @@ def test_an_epsilon_without_weights_says_nothing():
     run_changed("GroupQueryAttention", {"qk_norm_epsilon": 1e-6, "sliding_window_cache": 0})
 
 
+@pytest.mark.parametrize("operator", ["Attention", "MultiHeadAttention"])
+def test_float16_is_rounded_once(operator):
+    rng = np.random.default_rng(0)
+    shapes = {"Attention": {"bias": (24,)}, "MultiHeadAttention": {"bias": (22,)}}[operator] | FITTING[
+        operator
+    ]
+    halves = {name: rng.standard_normal(x).astype("f2") for name, x in shapes.items() if isinstance(x, tuple)}
+    wide = {name: x.astype("f4") for name, x in halves.items()}
+    (got,), (expected,) = (ours(operator, inputs, 1, num_heads=2) for inputs in (halves, wide))
+    assert_same_bits(got, expected.astype("f2"))
+
+
 def test_a_batch_of_chunks_is_its_items():
     """Which onnxruntime computes one by one only."""
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Operators of ONNX, for its reference evaluator: attention without matrices of scores.
+"""Operators of ONNX and of onnxruntime, for ONNX's reference evaluator: attention without matrices of scores.
 
 >>> import numpy as np
 >>> from onnx import parser

@@ -1,7 +1,7 @@
 """Operators of the domain com.microsoft, which onnxruntime's optimizer, Olive and optimum write.
 
-They compute what onnxruntime 1.32 does on the CPU, in float32 for float16. Inputs, attributes and outputs that
-are not taken raise a NotImplementedError with their name.
+They compute what onnxruntime 1.32 does on the CPU, in float32 for float16. Inputs, attributes and outputs
+that are not taken raise a NotImplementedError with their name.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Attention(_Operator):
     """``Attention``: projections, and attention of each item to itself and to what was before it.
 
     Keys that `mask_index` hides have ``mask_filter_value`` added to their scores. A query that sees no others
-    attends to them, as in onnxruntime. `do_rotary`, `past_present_share_buffer` and masks of four axes are not
-    taken, neither here nor there.
+    attends to them, as in onnxruntime. `do_rotary`, `past_present_share_buffer` and masks of four axes are
+    not taken, neither here nor there.
     """
 
     def _run(
@@ -124,8 +124,8 @@ class MultiHeadAttention(_Operator):
     """``MultiHeadAttention``: of queries, keys and values that are apart or packed.
 
     Keys that `key_padding_mask` hides have ``mask_filter_value`` added to their scores. A query that sees no
-    others attends to them, as in onnxruntime. `past_sequence_length`, `cache_indirection` and the output `qk` are
-    not taken.
+    others attends to them, as in onnxruntime. `past_sequence_length`, `cache_indirection` and the output `qk`
+    are not taken.
     """
 
     def _run(
@@ -180,8 +180,8 @@ class MultiHeadAttention(_Operator):
 class GroupQueryAttention(_Operator):
     """``GroupQueryAttention``: attention to a cache of keys and values, which may be 8-bit or 4-bit.
 
-    Rows of present_key and present_value behind the new ones are zeros. `query_seqlens`, `sliding_window_cache`,
-    weights of norms and the output `output_qk` are not taken.
+    Rows of present_key and present_value behind the new ones are zeros. `query_seqlens`,
+    `sliding_window_cache`, weights of norms and the output `output_qk` are not taken.
     """
 
     def _run(

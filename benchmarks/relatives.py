@@ -446,8 +446,13 @@ def apart(work: Callable[[Callable[[], Pair]], Found], make: Callable[[], Pair])
 
 
 def lines_of_code(module: str) -> int:
-    """Of an integration, without comments and docstrings."""
-    tree = ast.parse(Path(fastattn.__file__).with_name("integrations").joinpath(f"{module}.py").read_text())
+    """Of an integration, a file or a folder, without comments and docstrings."""
+    place = Path(fastattn.__file__).with_name("integrations") / module
+    return sum(map(_lines_of_file, place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]))
+
+
+def _lines_of_file(path: Path) -> int:
+    tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):

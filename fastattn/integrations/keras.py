@@ -175,6 +175,12 @@ def _fused(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any
     return own(_Fused(self), *args, **kwargs)
 
 
+def _softcapped(own: Callable[..., Any], query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+    """Keras's function, which refuses soft-caps on this backend."""
+    function = own if options.get("attn_logits_soft_cap") is None else nn.dot_product_attention
+    return function(query, key, value, *args, **options)
+
+
 def _windowed(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """`_fused` of classes that leave out their sliding window on GPUs."""
     given = signature(own).bind(_Fused(self), *args, **kwargs)
@@ -215,6 +221,22 @@ def _flux(own: Any, query: Any, key: Any, value: Any, dropout_p: float = 0.0, is
         return own(query, key, value, dropout_p=dropout_p, is_causal=is_causal)
     arrays = (x.swapaxes(1, 2) for x in (query, key, value))
     return _dot_product_attention(*arrays, is_causal=is_causal).swapaxes(1, 2)
+
+
+def _gemma_image(
+    own: Any,
+    self: Any,
+    inputs: Any,
+    attention_mask: Any = None,
+    return_attention_scores: Any = None,
+    training: bool = False,
+) -> Any:
+    if return_attention_scores:
+        return own(self, inputs, attention_mask, return_attention_scores)
+    projected = (dense(inputs) for dense in (self.query_proj, self.key_proj, self.value_proj))
+    heads = (ops.reshape(x, (*x.shape[:2], self.num_heads, self.head_dim)) for x in projected)
+    out = _dot_product_attention(*heads, bias=attention_mask)
+    return self.out_proj(ops.reshape(out, (*out.shape[:2], -1))), None
 
 
 def _deberta(
@@ -383,10 +405,12 @@ MODELS: dict[str, Callable[..., Any]] = {
     "deberta_v3.disentangled_self_attention:DisentangledSelfAttention._compute_attention": _deberta,
     "falcon.falcon_attention:FalconAttention.call": _falcon,
     "flux.flux_maths:scaled_dot_product_attention": _flux,
+    "gemma3.gemma3_vision_encoder:Gemma3VisionAttention.call": _gemma_image,
     "gemma3n.gemma3n_attention:Gemma3nTextAttention._compute_attention": _gemma3n,
     "gemma4.gemma4_attention:Gemma4VisionAttention._compute_attention": _gemma4_vision,
     "gpt_oss.gpt_oss_attention:GptOssAttention._compute_attention": _gpt_oss,
     "mit.mit_layers:SegFormerMultiheadAttention.call": _mit,
+    "pali_gemma.pali_gemma_vit:PaliGemmaVitAttention.call": _gemma_image,
     "sam.sam_layers:MultiHeadAttentionWithDownsampling.call": _sam,
     "t5.t5_multi_head_attention:T5MultiHeadAttention.call": _t5,
     "vit_det.vit_layers:MultiHeadAttentionWithRelativePE.call": _vit_det,
@@ -396,6 +420,7 @@ MODELS: dict[str, Callable[..., Any]] = {
 
 def _replaced_of_models() -> Iterator[tuple[Any, str, Any]]:
     """Owner, name and replacement."""
+    yield ops, "dot_product_attention", _inference(ops.dot_product_attention, _softcapped)
     for path, adapter in MODELS.items():
         module_name, names = path.split(":")
         module = owner = import_module(f"keras_hub.src.models.{module_name}")

@@ -197,16 +197,16 @@ def _gpt_oss(
     if self.sliding_window:
         rows = np.arange(query.shape[1])[:, None] + start_index
         mask = mask & (np.arange(key.shape[1]) >= rows - self.sliding_window)
-    options = {"mask": mask, "scale": self._inv_norm_factor, "sinks": self.sinks}
-    return _dot_product_attention(query, key, value, **options)
+    scale = self._inv_norm_factor
+    return _dot_product_attention(query, key, value, mask=mask, scale=scale, sinks=self.sinks)
 
 
 def _gemma3n(
     own: Any, self: Any, query: Any, key: Any, value: Any, attention_mask: Any, training: bool = False
 ) -> Any:
     mask = None if attention_mask is None else attention_mask[:, None, :, : key.shape[2]]
-    arrays = (x.swapaxes(1, 2) for x in (query, key, value))
-    return _dot_product_attention(*arrays, mask=mask, scale=1.0), None
+    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    return _dot_product_attention(query, key, value, mask=mask, scale=1.0), None
 
 
 def _gemma4_vision(
@@ -219,8 +219,8 @@ def _gemma4_vision(
 def _flux(own: Any, query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False) -> Any:
     if dropout_p:  # of inference, too
         return own(query, key, value, dropout_p=dropout_p, is_causal=is_causal)
-    arrays = (x.swapaxes(1, 2) for x in (query, key, value))
-    return _dot_product_attention(*arrays, is_causal=is_causal).swapaxes(1, 2)
+    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    return _dot_product_attention(query, key, value, is_causal=is_causal).swapaxes(1, 2)
 
 
 def _gemma_image(
@@ -234,8 +234,8 @@ def _gemma_image(
     if return_attention_scores:
         return own(self, inputs, attention_mask, return_attention_scores)
     projected = (dense(inputs) for dense in (self.query_proj, self.key_proj, self.value_proj))
-    heads = (ops.reshape(x, (*x.shape[:2], self.num_heads, self.head_dim)) for x in projected)
-    out = _dot_product_attention(*heads, bias=attention_mask)
+    query, key, value = (ops.reshape(x, (*x.shape[:2], self.num_heads, self.head_dim)) for x in projected)
+    out = _dot_product_attention(query, key, value, bias=attention_mask)
     return self.out_proj(ops.reshape(out, (*out.shape[:2], -1))), None
 
 
@@ -370,8 +370,8 @@ def _mit(own: Any, self: Any, x: Any) -> Any:
         reduced = self.sr(ops.reshape(x, (len(x), side, side, -1)))
         reduced = self.norm(ops.reshape(reduced, (len(x), -1, x.shape[2])))
     projected = query, self.k(reduced), self.v(reduced)
-    heads = (ops.reshape(p, (*p.shape[:2], self.num_heads, -1)) for p in projected)
-    return self.proj(ops.reshape(_dot_product_attention(*heads, scale=self.scale), x.shape))
+    query, key, value = (ops.reshape(p, (*p.shape[:2], self.num_heads, -1)) for p in projected)
+    return self.proj(ops.reshape(_dot_product_attention(query, key, value, scale=self.scale), x.shape))
 
 
 LAYERS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from typing import Any
 
+import fastattn
 from fastattn.integrations._common import caller_names, extra
 
 with extra("transformers"):
@@ -16,15 +20,28 @@ from fastattn.integrations.torch import attention
 
 #: Arguments of single models that change what attention is, or what it returns.
 UNSUPPORTED = ("block_indices", "indices", "output_attentions", "sinks")
+#: Models whose recurrent layers take these functions from their modules.
+RECURRENT = (
+    *("glm5_next", "kimi_linear", "lara_mini", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    "qwen4_exp",
+)
 
 
-def register(name: str = "fastattn") -> None:
+def register(name: str = "fastattn", *, recurrent: bool = False) -> None:
     """Let models of transformers take ``attn_implementation=name``, for tensors of the CPU.
 
     Results are those of ``"sdpa"`` up to rounding, with gradients, for every model that calls transformers'
     ``AttentionInterface``: causal or not, with padding, grouped heads, caches, sliding windows and position
     biases. Unlike ``"sdpa"`` it has soft-caps (Gemma 2) and sinks of heads (gpt-oss). Keys and values of
     grouped heads are never repeated.
+
+    Parameters
+    ----------
+    name : str, default "fastattn"
+        ``"sdpa"`` or ``"paged|eager"`` replaces that of transformers: ``generate_batch`` accepts these two.
+    recurrent : bool, default False
+        Let recurrent layers (gated delta rule, Kimi delta attention) of every model in this process call
+        `fastattn.gated_linear_attention` and `fastattn.causal_conv1d`, except where gradients are asked for.
 
     Notes
     -----
@@ -48,6 +65,12 @@ def register(name: str = "fastattn") -> None:
     """
     AttentionInterface.register(name, _attention_forward)
     AttentionMaskInterface.register(name, _attention_mask)
+    for model in RECURRENT if recurrent else ():
+        module = import_module(f"transformers.models.{model}.modeling_{model}")
+        for function, adapter in RECURRENT_FUNCTIONS.items():
+            own = getattr(module, function, None)
+            if own is not None and not isinstance(own, partial):
+                setattr(module, function, partial(adapter, own))
 
 
 def _attention_mask(
@@ -128,3 +151,70 @@ def _attention_forward(
             seed=int(torch.randint(2**63 - 1, ())) if dropout else None,
         )
     return out, None
+
+
+def _needs_torch(*tensors: Any) -> bool:
+    """Whether gradients are asked for, or tensors are on another device."""
+    given = [x for x in tensors if x is not None]
+    with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    return with_gradients or not all(x.is_cpu for x in given)
+
+
+@torch.compiler.disable
+def _delta_rule(
+    own: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(B, L, H, E) and the state, of query and key (B, L, K, D), value (B, L, H, E), g and beta (B, L, H).
+
+    Kimi's g is (B, L, H, D). All is computed in float32, as there.
+    """
+    tensors = query, key, value, g, beta, initial_state
+    if kwargs.get("cu_seqlens") is not None or _needs_torch(*tensors):
+        kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state}
+        kwargs["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+        return own(query, key, value, g=g, beta=beta, **kwargs)
+    dtype = query.dtype
+    query, key, value, g, beta = (x.float() for x in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    groups = value.shape[2] // key.shape[2]
+    query, key = (x.repeat_interleave(groups, dim=2) for x in (query, key))
+    options: dict[str, Any] = {"decay": g, "beta": beta, "state": initial_state, "return_state": True}
+    out, state = fastattn.gated_linear_attention(query, key, value, layout="bshd", **options)
+    return torch.as_tensor(out).to(dtype), torch.as_tensor(state) if output_final_state else None
+
+
+@torch.compiler.disable
+def _causal_conv1d(
+    own: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """(B, C, L) of hidden_states (B, C, L) and weight (C, W)."""
+    if activation not in (None, "silu", "swish") or _needs_torch(hidden_states, weight, bias):
+        return own(hidden_states, weight, bias, activation=activation, **kwargs)
+    given: list[Any] = [None if x is None else x.detach() for x in (hidden_states, weight, bias)]
+    out = fastattn.causal_conv1d(*given, activation=activation)
+    return torch.as_tensor(out).to(hidden_states.dtype)
+
+
+RECURRENT_FUNCTIONS = {
+    "causal_conv1d_fn": _causal_conv1d,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "recurrent_kimi_delta_attention": _delta_rule,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "torch_recurrent_gated_delta_rule": _delta_rule,
+}

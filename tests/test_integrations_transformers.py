@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
 import fastattn  # noqa: E402
-from fastattn.integrations.transformers import register  # noqa: E402
+from fastattn.integrations.transformers import RECURRENT, RECURRENT_FUNCTIONS, register  # noqa: E402
 
 register()
 
@@ -38,6 +40,10 @@ MODELS = {
     "grouped_heads": ("LlamaForCausalLM", SIZES),
     "sliding_window": ("MistralForCausalLM", SIZES | {"sliding_window": 5}),
     "softcap": ("Gemma2ForCausalLM", SIZES | {"sliding_window": 5, "attn_logit_softcapping": 0.5}),
+    "hybrid": (
+        "Gemma3ForCausalLM",
+        SIZES | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "sinks": (
         "GptOssForCausalLM",
         SIZES | {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -57,6 +63,25 @@ MODELS = {
     "encoder": ("BertForMaskedLM", {k: SIZES[k] for k in list(SIZES)[:5]} | {"pad_token_id": 0}),
     "position_bias": ("T5ForConditionalGeneration", T5 | {"decoder_start_token_id": 0}),
 }
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+#: Models with recurrent layers.
+RECURRENT_MODELS = {
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        SIZES
+        | LINEAR
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"shared_expert_intermediate_size": 16},
+    ),
+    "qwen3_5": ("Qwen3_5ForCausalLM", SIZES | LINEAR),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", SIZES | LINEAR | {"linear_num_key_heads": 4}),
+}
 #: What has a soft-cap or sinks.
 NOT_BY_SDPA = (transformers.Gemma2ForCausalLM, transformers.GptOssForCausalLM)
 DECODERS = [name for name in MODELS if name not in ("encoder", "position_bias")]
@@ -64,7 +89,7 @@ DECODERS = [name for name in MODELS if name not in ("encoder", "position_bias")]
 
 def tiny(name: str, **options: Any) -> Any:
     """A model in evaluation, whose attention is far from that of a mean."""
-    kind, sizes = MODELS[name]
+    kind, sizes = (MODELS | RECURRENT_MODELS)[name]
     torch.manual_seed(0)
     cls = getattr(transformers, kind)
     model = cls(cls.config_class(**sizes | options)).eval()
@@ -138,15 +163,22 @@ def test_generate(name: str, padded: str | None, cache: str, calls: list) -> Non
     assert torch.equal(out, expected)
 
 
-def test_decoding_in_steps_is_one_call(calls: list) -> None:
-    """The logits of a cache that is filled by 9, 3 and 1 tokens are those of 13 at once."""
-    model, ids = tiny("grouped_heads"), inputs("grouped_heads", None)["input_ids"]
-    model.set_attn_implementation("fastattn")
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["grouped_heads", "sliding_window", "softcap", "hybrid", "sinks"])
+def test_decoding_in_steps_is_one_call(name: str, cache: str, calls: list) -> None:
+    """The logits of a cache that is filled by 7, 3, 2 and 1 tokens are transformers' own of 13 at once."""
+    model, ids = tiny(name), inputs(name, None)["input_ids"]
+    filled = {
+        "dynamic": lambda: transformers.DynamicCache(config=model.config),
+        "static": lambda: transformers.StaticCache(config=model.config, max_cache_len=20),
+    }[cache]()
+    model.set_attn_implementation("eager")
     with torch.no_grad():
         expected = model(ids).logits
-        cache = transformers.DynamicCache(config=model.config)
-        parts = [model(part, cache=cache).logits for part in ids.split([9, 3, 1], 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-5, atol=1e-5)
+        model.set_attn_implementation("fastattn")
+        parts = [model(part, cache=filled).logits for part in ids.split([7, 3, 2, 1], 1)]
+    assert len(calls) == 2 * 4
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_are_not_repeated_and_causality_has_no_mask(calls: list) -> None:
@@ -196,6 +228,157 @@ def test_mask_of_floats(name: str) -> None:
     with torch.no_grad():
         expected, out = both(model, lambda: part(ids, attention_mask=mask)[0])
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def global_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is registered in the test holds until its end."""
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+
+
+@pytest.mark.parametrize("name", ["grouped_heads", "sliding_window", "sinks"])
+def test_continuous_batching(name: str, calls: list, global_names: None) -> None:
+    """Sequences of several lengths, by pages and one packed call a layer."""
+    model = tiny(name)
+    tokens = [list(range(5, 5 + n)) for n in (5, 2, 8)]
+    options = transformers.GenerationConfig(
+        max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    sizes = transformers.ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=32)
+
+    def generate() -> list[list[int]]:
+        out = model.generate_batch(tokens, options, continuous_batching_config=sizes, progress_bar=False)
+        return [it.generated_tokens for it in out.values()]
+
+    model.set_attn_implementation("fastattn")
+    with pytest.raises(ValueError, match="fastattn is not supported for continuous batching"):
+        generate()
+    model.set_attn_implementation("paged|eager")
+    expected = generate()
+    assert calls == []
+    register("paged|eager")
+    assert generate() == expected
+    assert len(calls) == 2 * 6
+
+
+def modules() -> dict[str, Any]:
+    return {name: import_module(f"transformers.models.{name}.modeling_{name}") for name in RECURRENT}
+
+
+@pytest.fixture
+def own_functions(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Callable[..., Any]]:
+    """Transformers' functions of recurrent layers, which it gets back after the test."""
+    found = {}
+    for name, module in modules().items():
+        for function in vars(module).keys() & RECURRENT_FUNCTIONS.keys():
+            found[name, function] = getattr(module, function)
+            monkeypatch.setattr(module, function, found[name, function])
+    register(recurrent=True)
+    register(recurrent=True)  # which changes no more
+    return found
+
+
+def test_functions_of_recurrent_layers(own_functions: dict) -> None:
+    assert len(own_functions) == 3 * len(RECURRENT)
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    x, weight, bias = normal(2, 6, 70), normal(6, 4), normal(6)
+    for (name, function), own in own_functions.items():
+        new = getattr(modules()[name], function)
+        assert new.args == (own,)
+        if "conv" in function:
+            for more in ({}, {"bias": bias}, {"activation": "silu"}, {"activation": "gelu"}):
+                torch.testing.assert_close(
+                    new(x, weight, **more), own(x, weight, **more), rtol=1e-5, atol=1e-5
+                )
+            continue
+        per_column = "kimi" in function
+        query, key = normal(2, 2, 70, 4 if per_column else 2, 8).unbind()
+        value, beta, state = normal(2, 70, 4, 6), normal(2, 70, 4).sigmoid(), normal(2, 4, 8, 6)
+        g = -normal(*(2, 70, 4, 8)[: 3 + per_column]).exp()
+        for more in ({"initial_state": state, "use_qk_l2norm_in_kernel": True}, {"initial_state": None}):
+            scale = 1 if more["initial_state"] is not None else 0.3
+            given = {"g": g, "beta": beta, "output_final_state": True, **more}
+            out, expected = (f(query, key * scale, value, **given) for f in (new, own))
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="packed sequences"):
+            new(
+                query,
+                key,
+                value,
+                g=g,
+                beta=beta,
+                initial_state=None,
+                output_final_state=False,
+                cu_seqlens=[0],
+            )
+        half = [t.bfloat16() for t in (query, key, value)]
+        out, no_state = new(*half, g=g, beta=beta, initial_state=None, output_final_state=False)
+        assert out.dtype == torch.bfloat16 and no_state is None
+
+
+@pytest.fixture
+def recurrent_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Gets the name of each call of the two functions of recurrent layers."""
+    noted: list[str] = []
+    for name in ("gated_linear_attention", "causal_conv1d"):
+
+        def noting(name: str, own: Callable[..., Any], *args: Any, **given: Any) -> Any:
+            noted.append(name)
+            return own(*args, **given)
+
+        monkeypatch.setattr(fastattn, name, partial(noting, name, getattr(fastattn, name)))
+    return noted
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [None, "left"])
+@pytest.mark.parametrize("name", RECURRENT_MODELS)
+def test_recurrent_models(
+    name: str,
+    padded: str | None,
+    cache: str,
+    request: pytest.FixtureRequest,
+    recurrent_calls: list,
+    calls: list,
+) -> None:
+    """Logits, and tokens of a cache."""
+    model, given = tiny(name), inputs(name, padded)
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "disable_compile": True,
+        "cache_implementation": cache,
+    }
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            return model(**given).logits, model.generate(**given, **options)
+
+    model.set_attn_implementation("eager")
+    expected = call()
+    assert recurrent_calls == calls == []
+    request.getfixturevalue("own_functions")
+    model.set_attn_implementation("fastattn")
+    out = call()
+    assert recurrent_calls.count("gated_linear_attention") == len(calls) == 1 + 6
+    assert recurrent_calls.count("causal_conv1d") >= 2
+    tokens = given.get("attention_mask", torch.ones(2, 13)).bool()
+    torch.testing.assert_close(out[0][tokens], expected[0][tokens], rtol=1e-4, atol=1e-4)
+    assert torch.equal(out[1], expected[1])
+
+
+def test_recurrent_layers_with_gradients_are_transformers_own(
+    own_functions: dict, recurrent_calls: list
+) -> None:
+    model = tiny("qwen3_5")
+    model(**inputs("qwen3_5", None)).logits.sum().backward()
+    assert recurrent_calls == []
+    assert model.model.layers[0].linear_attn.conv1d.weight.grad.abs().max() > 0
 
 
 @pytest.mark.parametrize("kind", ["MPNet", "Falcon"])

@@ -113,11 +113,13 @@ def test_another_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     "options",
     [{}, {"use_causal_mask": True}, {"attention_mask": RNG.random((2, 9, 9)) < 0.7, "use_causal_mask": True}],
 )
-@pytest.mark.parametrize("kind", ["heads", "grouped", "window"])
+@pytest.mark.parametrize("kind", ["heads", "grouped", "window", "heads_with_dropout", "grouped_with_dropout"])
 def test_layers(kind: str, options: dict, calls: list) -> None:
     layer = {
         "heads": lambda: keras.layers.MultiHeadAttention(num_heads=4, key_dim=8, value_dim=5),
         "grouped": lambda: keras.layers.GroupQueryAttention(8, num_query_heads=4, num_key_value_heads=2),
+        "heads_with_dropout": lambda: keras.layers.MultiHeadAttention(num_heads=4, key_dim=8, dropout=0.1),
+        "grouped_with_dropout": lambda: keras.layers.GroupQueryAttention(8, 4, 2, dropout=0.1),
         "window": lambda: keras.layers.MultiHeadAttention(num_heads=4, key_dim=8, sliding_window=3),
     }[kind]()
     x = RNG.standard_normal((2, 9, 16)).astype(np.float32)
@@ -125,6 +127,22 @@ def test_layers(kind: str, options: dict, calls: list) -> None:
     expected, out = both(lambda: layer(x, x, **options))
     assert len(calls) == 1
     np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"training": True}, {"return_attention_scores": True}])
+def test_training_and_scores_stay_keras_own(options: dict, calls: list) -> None:
+    layer = keras.layers.MultiHeadAttention(num_heads=4, key_dim=8, dropout=0.5, seed=0)
+    x = RNG.standard_normal((2, 9, 16)).astype(np.float32)
+    with installed():
+        out = layer(x, x, **options)
+        assert calls == []
+        inference = layer(x, x)
+    assert len(calls) == 1
+    if "training" in options:
+        assert np.abs(out - inference).max() > 0.01
+    else:
+        assert out[1].shape == (2, 4, 9, 9)
+        np.testing.assert_allclose(out[0], inference, atol=1e-5)
 
 
 def test_model_with_padding(calls: list) -> None:

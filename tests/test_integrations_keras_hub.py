@@ -14,6 +14,7 @@ keras = pytest.importorskip("keras")
 hub = pytest.importorskip("keras_hub", reason="KerasHub is not installed: pip install --no-deps keras-hub")
 
 from keras_hub.src.models.blip2.blip2_qformer import BLIP2QFormer  # noqa: E402
+from keras_hub.src.models.deberta_v3.disentangled_self_attention import DisentangledSelfAttention  # noqa: E402
 from keras_hub.src.models.sam.sam_layers import MultiHeadAttentionWithDownsampling  # noqa: E402
 from keras_hub.src.models.stable_diffusion_3.mmdit import MMDiT  # noqa: E402
 
@@ -408,7 +409,7 @@ def inputs(model: Any) -> Any:
         if "mask" in x.name:
             mask = np.ones(shape, x.dtype)
             if "padding" in x.name and x.ndim == 2:
-                mask[1, -2:] = 0
+                mask[1, [0, -2, -1]] = 0  # so that the first query of a decoder has no key
             return mask
         if "int" in x.dtype:
             low, high = (0, 2) if "segment" in x.name or "position" in x.name else (1, 60)
@@ -468,6 +469,19 @@ def test_sams_mask_decoder(calls: list) -> None:
     with installed(models=True):
         assert_close(layer(query=query, key=key, value=value), expected)
     assert calls == [(2, 3, 2, 4)]
+
+
+def test_debertas_scores_are_its_own(calls: list) -> None:
+    layer = DisentangledSelfAttention(num_heads=2, hidden_dim=16, max_position_embeddings=8, bucket_size=4)
+    rng = np.random.default_rng(0)
+    x, table = (rng.standard_normal(shape, dtype=np.float32) for shape in ((2, 5, 16), (1, 8, 16)))
+    mask = np.ones((2, 5, 5), bool)
+    expected, scores = layer(x, table, mask, return_attention_scores=True)
+    with installed(models=True):
+        assert_close(layer(x, table, mask, return_attention_scores=True), (expected, scores))
+        assert calls == []
+        assert_close(layer(x, table, mask), expected)
+    assert calls == [(2, 5, 2, 8)]
 
 
 def test_training_and_scores_stay_the_layers_own(calls: list) -> None:

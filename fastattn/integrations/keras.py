@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from contextvars import ContextVar
+from functools import partial, update_wrapper, wraps
 from importlib import import_module
 from inspect import signature
 from operator import attrgetter
@@ -26,6 +27,8 @@ with extra("keras", "; and KERAS_BACKEND=numpy in the environment"):
 _keras_attention = nn.dot_product_attention
 #: What is replaced at present: Keras's own, of each owner and name.
 _own: dict[tuple[Any, str], Any] = {}
+#: Whether a query without keys gets 0, as by Keras's Softmax layer, and not the mean of all values.
+_zeros: ContextVar[bool] = ContextVar("_zeros", default=False)
 
 
 def install(models: bool = False) -> Callable[..., Any]:
@@ -33,7 +36,7 @@ def install(models: bool = False) -> Callable[..., Any]:
 
     ``keras.layers.MultiHeadAttention`` and ``GroupQueryAttention`` use it, and so does every model of them.
     It holds for the process, until `uninstall`. Results are Keras's up to rounding. So a query without any
-    allowed key gets the mean of all values.
+    allowed key gets the mean of all values, or 0 in layers with dropout and in most models.
 
     Parameters
     ----------
@@ -74,7 +77,7 @@ def install(models: bool = False) -> Callable[..., Any]:
     before: Callable[..., Any] = nn.dot_product_attention
     replaced: list[tuple[Any, str, Any]] = [(nn, "dot_product_attention", _dot_product_attention)]
     replaced += [
-        (layer, "_compute_attention", _inference(layer._compute_attention, _fused)) for layer in LAYERS
+        (layer, "_compute_attention", _inference(layer._compute_attention, _layer)) for layer in LAYERS
     ]
     if models:
         with extra("keras", " keras-hub"):
@@ -136,7 +139,7 @@ def _dot_product_attention(
             return_lse=True,
         )
     without_keys = np.isneginf(lse).swapaxes(1, 2)  # (B, T, N)
-    if without_keys.any():
+    if without_keys.any() and not _zeros.get():
         mean = np.mean(value, axis=1, keepdims=True, dtype=lse.dtype).astype(out.dtype)
         group_size = out.shape[2] // mean.shape[2]
         np.copyto(out, mean.repeat(group_size, axis=2), where=without_keys[..., None])
@@ -159,13 +162,17 @@ class _Fused:
 
 
 def _inference(own: Callable[..., Any], adapter: Callable[..., Any]) -> Callable[..., Any]:
-    """`adapter` of a method `own`, which computes itself in training."""
+    """`adapter` of a method `own` with a Softmax layer. In training `own` computes itself."""
 
     @wraps(own)
     def method(*args: Any, **kwargs: Any) -> Any:
         if getattr(get_global_attribute("current_call_ctx"), "training", False):
             return own(*args, **kwargs)
-        return adapter(own, *args, **kwargs)
+        before = _zeros.set(True)
+        try:
+            return adapter(own, *args, **kwargs)
+        finally:
+            _zeros.reset(before)
 
     return method
 
@@ -173,6 +180,12 @@ def _inference(own: Callable[..., Any], adapter: Callable[..., Any]) -> Callable
 def _fused(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """What the method computes on GPUs, by ``keras.ops.dot_product_attention``."""
     return own(_Fused(self), *args, **kwargs)
+
+
+def _layer(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`_fused` of Keras's layers, which have a Softmax layer where they have dropout."""
+    _zeros.set(bool(vars(self).get("_dropout") or vars(self).get("dropout")))
+    return _fused(own, self, *args, **kwargs)
 
 
 def _softcapped(own: Callable[..., Any], query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
@@ -204,6 +217,7 @@ def _gpt_oss(
 def _gemma3n(
     own: Any, self: Any, query: Any, key: Any, value: Any, attention_mask: Any, training: bool = False
 ) -> Any:
+    _zeros.set(False)
     mask = None if attention_mask is None else attention_mask[:, None, :, : key.shape[2]]
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
     return _dot_product_attention(query, key, value, mask=mask, scale=1.0), None
@@ -239,9 +253,15 @@ def _gemma_image(
     return self.out_proj(ops.reshape(out, (*out.shape[:2], -1))), None
 
 
-def _deberta(
-    own: Any,
-    self: Any,
+def _deberta(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    layer: Any = _Fused(self)
+    if not signature(own).bind(self, *args, **kwargs).arguments.get("return_attention_scores"):
+        layer._compute_attention = partial(_disentangled, self)
+    return own(layer, *args, **kwargs)
+
+
+def _disentangled(
+    layer: Any,
     query: Any,
     key: Any,
     value: Any,
@@ -249,9 +269,9 @@ def _deberta(
     attention_mask: Any = None,
     training: Any = None,
 ) -> Any:
-    bias = self._compute_disentangled_attention(query=query, key=key, rel_embeddings=rel_embeddings)
+    bias = layer._compute_disentangled_attention(query=query, key=key, rel_embeddings=rel_embeddings)
     mask = None if attention_mask is None else ops.reshape(attention_mask, (len(query), 1, -1, key.shape[1]))
-    return _dot_product_attention(query, key, value, bias, mask, self.scale_factor), None
+    return _dot_product_attention(query, key, value, bias, mask, layer.scale_factor), None
 
 
 def _xlnet(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -311,14 +331,15 @@ def _t5(
     return self.output_projector(ops.reshape(out, (*out.shape[:2], -1))), position_bias, cache
 
 
-def _bloom(own: Any, self: Any, hidden_states: Any, **given: Any) -> Any:
+def _bloom(own: Any, self: Any, hidden_states: Any, *args: Any, **given: Any) -> Any:
     dense = self._query_dense, self._key_dense, self._value_dense, self._output_dense
-    return _alibi(dense, hidden_states, self._alibi_layer, self.inv_norm_factor, **given)
+    return _alibi(dense, hidden_states, self._alibi_layer, self.inv_norm_factor, *args, **given)
 
 
-def _falcon(own: Any, self: Any, inputs: Any, alibi: Any, **given: Any) -> Any:
+def _falcon(own: Any, self: Any, inputs: Any, alibi: Any, *args: Any, **given: Any) -> Any:
     dense = self.query_dense, self.key_dense, self.value_dense, self.output_dense
-    return _alibi(dense, inputs, lambda zeros: alibi * self.inv_norm_factor, self.inv_norm_factor, **given)
+    scale = self.inv_norm_factor
+    return _alibi(dense, inputs, lambda scores: alibi * scale, scale, *args, **given)
 
 
 def _alibi(
@@ -402,7 +423,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     **{f"{name}._compute_attention": _fused for name in _FUSED},
     **{f"{name}._compute_attention": _windowed for name in _WINDOWED},
     "bloom.bloom_attention:BloomAttention.call": _bloom,
-    "deberta_v3.disentangled_self_attention:DisentangledSelfAttention._compute_attention": _deberta,
+    "deberta_v3.disentangled_self_attention:DisentangledSelfAttention.call": _deberta,
     "falcon.falcon_attention:FalconAttention.call": _falcon,
     "flux.flux_maths:scaled_dot_product_attention": _flux,
     "gemma3.gemma3_vision_encoder:Gemma3VisionAttention.call": _gemma_image,
@@ -420,7 +441,8 @@ MODELS: dict[str, Callable[..., Any]] = {
 
 def _replaced_of_models() -> Iterator[tuple[Any, str, Any]]:
     """Owner, name and replacement."""
-    yield ops, "dot_product_attention", _inference(ops.dot_product_attention, _softcapped)
+    own = ops.dot_product_attention
+    yield ops, "dot_product_attention", update_wrapper(partial(_softcapped, own), own)
     for path, adapter in MODELS.items():
         module_name, names = path.split(":")
         module = owner = import_module(f"keras_hub.src.models.{module_name}")

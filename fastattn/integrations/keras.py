@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from functools import partial, update_wrapper, wraps
 from importlib import import_module
 from inspect import signature
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ with extra("keras", "; and KERAS_BACKEND=numpy in the environment"):
     from keras.src.backend.numpy import nn
 
 _keras_attention = nn.dot_product_attention
-#: What is replaced at present: Keras's own, of each owner and name.
+#: What Keras had under each owner and name that is replaced at present.
 _own: dict[tuple[Any, str], Any] = {}
 #: Whether a query without keys gets 0, as by Keras's Softmax layer, and not the mean of all values.
 _zeros: ContextVar[bool] = ContextVar("_zeros", default=False)
@@ -447,8 +446,8 @@ def _replaced_of_models() -> Iterator[tuple[Any, str, Any]]:
         module_name, names = path.split(":")
         module = owner = import_module(f"keras_hub.src.models.{module_name}")
         *owners, name = names.split(".")
-        if owners:
-            owner = attrgetter(".".join(owners))(module)
+        for it in owners:
+            owner = getattr(owner, it)
         yield owner, name, _inference(getattr(owner, name), adapter)
         if hasattr(module, "fused_attention_op_available"):  # asks for a GPU
             yield module, "fused_attention_op_available", lambda: True

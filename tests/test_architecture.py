@@ -518,7 +518,7 @@ RAISES_ELSEWHERE = {
     "integrations/dask.py: __init__": "no Dask array, of unknown size, or results of another shape",
     "integrations/jax.py: attention": "an option that is traced",
     "integrations/jax.py: _scaled": "a scale of other heads, whose numbers are not known",
-    "integrations/keras.py: install": "Keras computes elsewhere",
+    "integrations/keras/__init__.py: install": "Keras computes elsewhere",
     "integrations/numba.py: _check_types": "types that compiled code cannot hand to C",
     "integrations/numba.py: _code_of_word": "the codes of the struct have no others",
     "integrations/numba.py: _code_of_bool": "the struct knows no causal=True",

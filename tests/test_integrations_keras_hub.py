@@ -18,7 +18,8 @@ from keras_hub.src.models.deberta_v3.disentangled_self_attention import Disentan
 from keras_hub.src.models.sam.sam_layers import MultiHeadAttentionWithDownsampling  # noqa: E402
 from keras_hub.src.models.stable_diffusion_3.mmdit import MMDiT  # noqa: E402
 
-from fastattn.integrations.keras import MODELS, install, installed, uninstall  # noqa: E402
+from fastattn.integrations.keras import install, installed, uninstall  # noqa: E402
+from fastattn.integrations.keras._models import MODELS  # noqa: E402
 
 TEXT = {"vocabulary_size": 61, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "intermediate_dim": 48}
 GROUPED = {k: v for k, v in TEXT.items() if k != "num_heads"} | {

@@ -1,190 +1,21 @@
-"""Attention of Keras 3 on its NumPy backend, computed by fastattn: layers and models stay as they are."""
+"""What takes the place of attention in the models of KerasHub that compute it themselves."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import partial, update_wrapper, wraps
+from functools import partial, update_wrapper
 from importlib import import_module
 from inspect import signature
 from typing import Any
 
 import numpy as np
+from keras import ops
+from keras.src.backend.numpy import nn
 
 import fastattn
 from fastattn.biases import Grid
-from fastattn.integrations._common import caller_names, extra
-
-with extra("keras", "; and KERAS_BACKEND=numpy in the environment"):
-    import keras
-    from keras import ops
-    from keras.src.backend.common.global_state import get_global_attribute
-    from keras.src.backend.numpy import nn
-
-_keras_attention = nn.dot_product_attention
-#: What Keras had under each owner and name that is replaced at present.
-_own: dict[tuple[Any, str], Any] = {}
-#: Whether a query without keys gets 0, as by Keras's Softmax layer, and not the mean of all values.
-_zeros: ContextVar[bool] = ContextVar("_zeros", default=False)
-
-
-def install(models: bool = False) -> Callable[..., Any]:
-    """Let ``keras.ops.dot_product_attention`` of the NumPy backend call `fastattn.attention`.
-
-    ``keras.layers.MultiHeadAttention`` and ``GroupQueryAttention`` use it, and so does every model of them.
-    It holds for the process, until `uninstall`. Results are Keras's up to rounding. So a query without any
-    allowed key gets the mean of all values, or 0 in layers with dropout and in most models.
-
-    Parameters
-    ----------
-    models : bool, default False
-        Models of KerasHub that compute attention themselves, too: Llama, Gemma, Mistral, Qwen and others.
-
-    Returns
-    -------
-    callable
-        The function that it replaced.
-
-    Raises
-    ------
-    RuntimeError
-        Keras runs on another backend: ``KERAS_BACKEND=numpy`` chooses this one before Keras is imported.
-    ImportError
-        ``models=True``, and keras_hub is missing or has other classes than version 0.32.
-
-    Notes
-    -----
-    Layers compute scores themselves in training, and for ``return_attention_scores=True``. The models of
-    KerasHub, and the few whose attention stays their own, are listed in docs/coming-from.md.
-
-    Examples
-    --------
-    >>> import keras  # with KERAS_BACKEND=numpy
-    >>> import numpy as np
-    >>> from fastattn.integrations.keras import installed
-    >>> layer = keras.layers.MultiHeadAttention(num_heads=4, key_dim=8)
-    >>> x = np.random.default_rng(0).standard_normal((2, 9, 16), dtype=np.float32)
-    >>> with installed():
-    ...     out = layer(x, x, use_causal_mask=True)
-    >>> np.allclose(out, layer(x, x, use_causal_mask=True), atol=1e-5)
-    True
-    """
-    if keras.config.backend() != "numpy":
-        raise RuntimeError(f"Keras's backend must be numpy, got {keras.config.backend()}")
-    before: Callable[..., Any] = nn.dot_product_attention
-    replaced: list[tuple[Any, str, Any]] = [(nn, "dot_product_attention", _dot_product_attention)]
-    replaced += [
-        (layer, "_compute_attention", _inference(layer._compute_attention, _layer)) for layer in LAYERS
-    ]
-    if models:
-        with extra("keras", " keras-hub"):
-            replaced += _replaced_of_models()
-    for owner, name, new in replaced:
-        if (owner, name) not in _own:
-            _own[owner, name] = getattr(owner, name)
-            setattr(owner, name, new)
-    return before
-
-
-def uninstall() -> None:
-    """Give Keras's NumPy backend its own attention back, and KerasHub's models theirs."""
-    for (owner, name), own in _own.items():
-        setattr(owner, name, own)
-    _own.clear()
-
-
-@contextmanager
-def installed(models: bool = False) -> Iterator[None]:
-    """`install` for the length of a ``with``, in all threads. What was there before is restored after it."""
-    before = set(_own)
-    install(models)
-    try:
-        yield
-    finally:
-        for owner, name in _own.keys() - before:
-            setattr(owner, name, _own.pop((owner, name)))
-
-
-def _dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
-    scale: float | None = None,
-    is_causal: bool = False,
-    flash_attention: bool | None = None,
-    attn_logits_soft_cap: float | None = None,
-    sinks: Any = None,
-) -> Any:
-    """What Keras's function of this name returns, for (B, T, N, H) arrays; and `sinks`, (N,)."""
-    query, key, value = map(nn.convert_to_tensor, (query, key, value))
-    if flash_attention or query.ndim != 4 or not nn.backend.is_float_dtype(query.dtype):
-        # Keras's own errors, and its results for integers.
-        return _keras_attention(query, key, value, bias, mask, scale, is_causal, flash_attention)
-    dtype = nn.backend.result_type(query.dtype, key.dtype, value.dtype)
-    with caller_names({"softcap": "attn_logits_soft_cap"}):
-        out, lse = fastattn.attention(
-            *(x.astype(dtype, copy=False) for x in (query, key, value)),
-            bias=None if bias is None else nn.convert_to_tensor(bias, dtype),
-            mask=None if mask is None else np.asarray(mask, bool),
-            scale=scale,
-            causal="top_left" if is_causal else False,
-            softcap=attn_logits_soft_cap,
-            sinks=None if sinks is None else nn.convert_to_tensor(sinks, dtype),
-            layout="bshd",
-            return_lse=True,
-        )
-    without_keys = np.isneginf(lse).swapaxes(1, 2)  # (B, T, N)
-    if without_keys.any() and not _zeros.get():
-        mean = np.mean(value, axis=1, keepdims=True, dtype=lse.dtype).astype(out.dtype)
-        group_size = out.shape[2] // mean.shape[2]
-        np.copyto(out, mean.repeat(group_size, axis=2), where=without_keys[..., None])
-    return out
-
-
-class _Fused:
-    """A view of a layer: without dropout, and free to call ``keras.ops.dot_product_attention``."""
-
-    dropout = _dropout = 0.0
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def _use_fused_attention_op(self) -> bool:
-        return True
-
-
-def _inference(own: Callable[..., Any], adapter: Callable[..., Any]) -> Callable[..., Any]:
-    """`adapter` of a method `own` with a Softmax layer. In training `own` computes itself."""
-
-    @wraps(own)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        if getattr(get_global_attribute("current_call_ctx"), "training", False):
-            return own(*args, **kwargs)
-        before = _zeros.set(True)
-        try:
-            return adapter(own, *args, **kwargs)
-        finally:
-            _zeros.reset(before)
-
-    return method
-
-
-def _fused(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the method computes on GPUs, by ``keras.ops.dot_product_attention``."""
-    return own(_Fused(self), *args, **kwargs)
-
-
-def _layer(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`_fused` of Keras's layers, which have a Softmax layer where they have dropout."""
-    _zeros.set(bool(vars(self).get("_dropout") or vars(self).get("dropout")))
-    return _fused(own, self, *args, **kwargs)
+from fastattn.integrations.keras._attention import Fused, dot_product_attention, fused, inference, zeros
 
 
 def _softcapped(own: Callable[..., Any], query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
@@ -194,8 +25,8 @@ def _softcapped(own: Callable[..., Any], query: Any, key: Any, value: Any, *args
 
 
 def _windowed(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`_fused` of classes that leave out their sliding window on GPUs."""
-    given = signature(own).bind(_Fused(self), *args, **kwargs)
+    """`fused` of classes that leave out their sliding window on GPUs."""
+    given = signature(own).bind(Fused(self), *args, **kwargs)
     if getattr(self, "use_sliding_window_attention", self.sliding_window_size):
         mask, start = map(given.arguments.get, ("attention_mask", "cache_update_index"))
         given.arguments["attention_mask"] = self._mask_sliding_window(mask, cache_update_index=start or 0)
@@ -210,30 +41,30 @@ def _gpt_oss(
         rows = np.arange(query.shape[1])[:, None] + start_index
         mask = mask & (np.arange(key.shape[1]) >= rows - self.sliding_window)
     scale = self._inv_norm_factor
-    return _dot_product_attention(query, key, value, mask=mask, scale=scale, sinks=self.sinks)
+    return dot_product_attention(query, key, value, mask=mask, scale=scale, sinks=self.sinks)
 
 
 def _gemma3n(
     own: Any, self: Any, query: Any, key: Any, value: Any, attention_mask: Any, training: bool = False
 ) -> Any:
-    _zeros.set(False)
+    zeros.set(False)
     mask = None if attention_mask is None else attention_mask[:, None, :, : key.shape[2]]
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-    return _dot_product_attention(query, key, value, mask=mask, scale=1.0), None
+    return dot_product_attention(query, key, value, mask=mask, scale=1.0), None
 
 
 def _gemma4_vision(
     own: Any, self: Any, q: Any, k: Any, v: Any, attention_mask: Any, training: bool = False
 ) -> Any:
     mask = None if attention_mask is None else attention_mask[:, None, None, :]
-    return _dot_product_attention(q, k, v, mask=mask, scale=1.0, attn_logits_soft_cap=self.logit_soft_cap)
+    return dot_product_attention(q, k, v, mask=mask, scale=1.0, attn_logits_soft_cap=self.logit_soft_cap)
 
 
 def _flux(own: Any, query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False) -> Any:
     if dropout_p:  # of inference, too
         return own(query, key, value, dropout_p=dropout_p, is_causal=is_causal)
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-    return _dot_product_attention(query, key, value, is_causal=is_causal).swapaxes(1, 2)
+    return dot_product_attention(query, key, value, is_causal=is_causal).swapaxes(1, 2)
 
 
 def _gemma_image(
@@ -248,12 +79,12 @@ def _gemma_image(
         return own(self, inputs, attention_mask, return_attention_scores)
     projected = (dense(inputs) for dense in (self.query_proj, self.key_proj, self.value_proj))
     query, key, value = (ops.reshape(x, (*x.shape[:2], self.num_heads, self.head_dim)) for x in projected)
-    out = _dot_product_attention(query, key, value, bias=attention_mask)
+    out = dot_product_attention(query, key, value, bias=attention_mask)
     return self.out_proj(ops.reshape(out, (*out.shape[:2], -1))), None
 
 
 def _deberta(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    layer: Any = _Fused(self)
+    layer: Any = Fused(self)
     if not signature(own).bind(self, *args, **kwargs).arguments.get("return_attention_scores"):
         layer._compute_attention = partial(_disentangled, self)
     return own(layer, *args, **kwargs)
@@ -270,7 +101,7 @@ def _disentangled(
 ) -> Any:
     bias = layer._compute_disentangled_attention(query=query, key=key, rel_embeddings=rel_embeddings)
     mask = None if attention_mask is None else ops.reshape(attention_mask, (len(query), 1, -1, key.shape[1]))
-    return _dot_product_attention(query, key, value, bias, mask, layer.scale_factor), None
+    return dot_product_attention(query, key, value, bias, mask, layer.scale_factor), None
 
 
 def _xlnet(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -285,7 +116,7 @@ def _xlnet(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     mask, scale = given.get("attention_mask"), self._key_dim**-0.5
     mask = None if mask is None else mask.reshape(len(mask), -1, *mask.shape[-2:])
     query = query + given["content_attention_bias"]
-    return _dot_product_attention(query, key, given["value"], bias * scale, mask, scale)
+    return dot_product_attention(query, key, given["value"], bias * scale, mask, scale)
 
 
 def _with_cache(cache: Any, index: Any, key_value: Callable[[], Any]) -> tuple[Any, Any, Any]:
@@ -324,7 +155,7 @@ def _t5(
             position_bias = self.compute_bias(*lengths, query_start_index=cache_update_index or 0)
         if mask is not None:
             position_bias = position_bias + (1.0 - ops.cast(mask[:, None], position_bias.dtype)) * -1e9
-    out = _dot_product_attention(
+    out = dot_product_attention(
         heads(self.query_projector(hidden_states)), key, value, position_bias, scale=1.0
     )
     return self.output_projector(ops.reshape(out, (*out.shape[:2], -1))), position_bias, cache
@@ -355,14 +186,14 @@ def _alibi(
     key, value, new_cache = _with_cache(cache, cache_update_index, lambda: (key_dense(x), value_dense(x)))
     added = bias(np.zeros((1, query.shape[2], 1, key.shape[1]), query.dtype))
     mask = None if attention_mask is None else attention_mask[:, None]
-    out = _dot_product_attention(query, key, value, added, mask, scale)
+    out = dot_product_attention(query, key, value, added, mask, scale)
     out = output_dense(ops.reshape(out, (*out.shape[:2], -1)))
     return out if cache is None else (out, new_cache)
 
 
 def _sam(own: Any, self: Any, query: Any, value: Any, key: Any) -> Any:
     projected = self.query_proj(query), self.key_proj(key), self.value_proj(value)
-    out = _dot_product_attention(*(ops.reshape(x, (*x.shape[:2], self.num_heads, -1)) for x in projected))
+    out = dot_product_attention(*(ops.reshape(x, (*x.shape[:2], self.num_heads, -1)) for x in projected))
     return self.out_proj(ops.reshape(out, (*out.shape[:2], -1)))
 
 
@@ -391,10 +222,9 @@ def _mit(own: Any, self: Any, x: Any) -> Any:
         reduced = self.norm(ops.reshape(reduced, (len(x), -1, x.shape[2])))
     projected = query, self.k(reduced), self.v(reduced)
     query, key, value = (ops.reshape(p, (*p.shape[:2], self.num_heads, -1)) for p in projected)
-    return self.proj(ops.reshape(_dot_product_attention(query, key, value, scale=self.scale), x.shape))
+    return self.proj(ops.reshape(dot_product_attention(query, key, value, scale=self.scale), x.shape))
 
 
-LAYERS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 _FUSED = (
     "gemma.gemma_attention:CachedGemmaAttention",
     "gemma3.gemma3_attention:CachedGemma3Attention",
@@ -419,7 +249,7 @@ _WINDOWED = (
 )
 #: Modules of KerasHub, the name in each that computes attention, and what does so in its place.
 MODELS: dict[str, Callable[..., Any]] = {
-    **{f"{name}._compute_attention": _fused for name in _FUSED},
+    **{f"{name}._compute_attention": fused for name in _FUSED},
     **{f"{name}._compute_attention": _windowed for name in _WINDOWED},
     "bloom.bloom_attention:BloomAttention.call": _bloom,
     "deberta_v3.disentangled_self_attention:DisentangledSelfAttention.call": _deberta,
@@ -438,7 +268,7 @@ MODELS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _replaced_of_models() -> Iterator[tuple[Any, str, Any]]:
+def replaced_of_models() -> Iterator[tuple[Any, str, Any]]:
     """Owner, name and replacement."""
     own = ops.dot_product_attention
     yield ops, "dot_product_attention", update_wrapper(partial(_softcapped, own), own)
@@ -448,6 +278,6 @@ def _replaced_of_models() -> Iterator[tuple[Any, str, Any]]:
         *owners, name = names.split(".")
         for it in owners:
             owner = getattr(owner, it)
-        yield owner, name, _inference(getattr(owner, name), adapter)
+        yield owner, name, inference(getattr(owner, name), adapter)
         if hasattr(module, "fused_attention_op_available"):  # asks for a GPU
             yield module, "fused_attention_op_available", lambda: True

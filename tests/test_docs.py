@@ -167,8 +167,9 @@ def test_reference_names_everything_public():
         assert page.stem == "index" or tables[page.stem] in (set(), full), page.stem
         documented |= full
     integrations = [
-        ".".join([*path.relative_to(ROOT).with_suffix("").parts, node.name])
-        for path in (ROOT / "fastattn" / "integrations").rglob("[!_]*.py")
+        ".".join([*path.relative_to(ROOT).with_suffix("").parts, node.name]).replace(".__init__.", ".")
+        for path in (ROOT / "fastattn" / "integrations").rglob("*.py")
+        if path.name == "__init__.py" or not path.name.startswith("_")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
         and not node.name.startswith("_")

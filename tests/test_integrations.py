@@ -51,7 +51,11 @@ def expected(arrays: dict[str, np.ndarray], options: dict, grad_out: np.ndarray)
     return {"out": out} | {name: getattr(gradients, name) for name in arrays}
 
 
-INTEGRATIONS = sorted(path.stem for path in (ROOT / "fastattn" / "integrations").glob("[!_]*.py"))
+INTEGRATIONS = sorted(
+    path.stem
+    for path in (ROOT / "fastattn" / "integrations").glob("[!_]*")
+    if path.suffix == ".py" or (path / "__init__.py").exists()
+)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,12 @@ def workers():
     folder = "/proc/self/task/"
     names = {thread: open(f"{folder}{thread}/comm").read() for thread in os.listdir(folder)}
     return [int(thread) for thread, name in names.items() if name.startswith("fastattn-")]
+def started(n, seconds=20):
+    # A call may end before its workers have run, and set their names.
+    until = time.monotonic() + seconds
+    while len(workers()) < n and time.monotonic() < until:
+        time.sleep(0.001)
+    return workers()
 """
 
 
@@ -60,7 +66,7 @@ for cpus in [*({cpu} for cpu in sorted(everywhere)[:4]), everywhere] * 10:
     os.sched_setaffinity(0, cpus)
     check()
     assert all(os.sched_getaffinity(worker) == cpus for worker in workers()), cpus
-print(len(workers()))
+print(len(started(2)))
 """
     assert python(MODEL + code).strip() == "2"
 
@@ -119,7 +125,7 @@ def test_workers_take_no_signal():
     """So that one interrupts what the main thread waits for."""
     code = """
 check()
-masks = [open(f"/proc/self/task/{worker}/status").read() for worker in workers()]
+masks = [open(f"/proc/self/task/{worker}/status").read() for worker in started(2)]
 blocked = [int(mask.split("SigBlk:")[1].split()[0], 16) for mask in masks]
 print([[it >> number - 1 & 1 for it in blocked] for number in (signal.SIGINT, signal.SIGSEGV)])
 """
@@ -133,7 +139,7 @@ check()
 if os.fork() == 0:
     assert not workers()
     check()
-    os._exit(10 + len(workers()))
+    os._exit(10 + len(started(2)))
 print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
     assert python(MODEL + code).strip() == "12"
@@ -192,6 +198,6 @@ resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
 os.setresuid(54321, 54321, 54321)
 for num_threads in (2, 3, 40, 2):
     check(num_threads)
-print(len(workers()))
+print(len(started(1)))
 """
     assert python(MODEL + code).strip() == "1"

@@ -142,9 +142,8 @@ class Problem(NamedTuple, Generic[Array]):
     score_mod: Mod | None = None
     mask_mod: Mod | None = None  #: for arrays on a GPU only: else evaluated to ``mask_map`` or intervals
     dropout: Dropout | None = None  #: of the weights, after the softmax
-    rounds_weights: bool = (
-        False  #: to the type of query, key and value, where those are in 16 bits, is allowed
-    )
+    #: Weights may be rounded to the type of query, key and value, where all are in 16 bits.
+    rounds_weights: bool = False
     mean_dtype: np.dtype | None = None  #: of the mean of `weights` over the heads, which the caller gets
 
     def arrays(self) -> Arrays:

@@ -179,7 +179,7 @@ def _set_schedule(fields: dict[str, Any], problem: Problem, schedule: Schedule, 
         _set_fused(fields, schedule)
     else:
         fields["panel"] = lines(fields["len_k"] * target.panel_columns * itemsize)
-        columns = 8 if fields["pairs_values"] else target.panel_columns  # of whole register tiles
+        columns = PAIR_COLUMNS if fields["pairs_values"] else target.panel_columns  # whole register tiles
         acc = -(-fields["value_dim"] // columns) * columns * schedule.max_lanes
     if schedule.piece_tiles:
         n_key_tiles = -(-fields["len_k"] // schedule.block_k)

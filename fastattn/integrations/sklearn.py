@@ -290,6 +290,9 @@ class _WithoutMatrix(BaseEstimator):
         )
         return means, log_density + log_norm(mass, len(X), bandwidth, leave_one_out)
 
+    def _build_graph(self) -> Any:
+        return self._product() if self._is_without_matrix(self.X_) else super()._build_graph()
+
     def _get_kernel(self, X: Any, y: Any = None) -> Any:
         if y is None or not self._is_without_matrix(X, y):
             return super()._get_kernel(X, y)
@@ -339,10 +342,8 @@ class LabelPropagation(_WithoutMatrix, semi_supervised.LabelPropagation):
     (0, 500)
     """
 
-    def _build_graph(self) -> Any:
+    def _product(self) -> _Product:
         """W over the sums of its rows."""
-        if not self._is_without_matrix(self.X_):
-            return super()._build_graph()
         _, log_rows = self._sums(self.X_, np.ones((len(self.X_), 1)))
 
         def product(labels: np.ndarray) -> np.ndarray:
@@ -387,10 +388,8 @@ class LabelSpreading(_WithoutMatrix, semi_supervised.LabelSpreading):
     array([0, 1])
     """
 
-    def _build_graph(self) -> Any:
+    def _product(self) -> _Product:
         """``D**-0.5 @ W @ D**-0.5``: W has a diagonal of 0, D the sums of its rows."""
-        if not self._is_without_matrix(self.X_):
-            return super()._build_graph()
         _, log_rows = self._sums(self.X_, np.ones((len(self.X_), 1)), leave_one_out=True)
         is_alone = np.exp(log_rows) == 0
         log_roots = np.where(is_alone, 0, 0.5 * log_rows)

@@ -18,7 +18,6 @@ from pathlib import Path
 from textwrap import shorten
 
 import numpy as np
-from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError, ExecError, PlatformError
@@ -108,7 +107,8 @@ class BuildKernels(build_ext):
         present = Path(*ext.name.split(".")[:-1], target.name)
         is_old = self.force or newer_group([*ext.sources, *ext.depends], str(present))
         if self.is_for_source and not is_old:
-            # pip gives each editable install a new folder to build in.
+            # pip gives each editable install a new folder to build in, and a Cython whose files are new: what
+            # Cython writes, and what it reads of its own, are not among the sources here.
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(present, target)
             return
@@ -179,47 +179,49 @@ def zig_cc(target):
 runpy.run_path(str(SOURCE / "declarations.py"), run_name="__main__")
 setup(
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if IS_ABI3 else {},
-    ext_modules=cythonize(
-        [
-            Extension(
-                "fastattn.backends.cython.driver",
-                [
-                    *(str(SOURCE / name) for name in ("driver.pyx", "pool.c", "blas.c")),
-                    str(KERNELS / "dispatch.c"),
-                ],
-                include_dirs=[np.get_include(), str(INCLUDE), str(SOURCE), str(KERNELS)],
-                define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"), *ABI_MACROS],
-                libraries=["m"],
-                depends=[
-                    *FOR_ALL,
-                    str(INCLUDE / "fastattn.h"),
-                    *sorted(str(path) for path in SOURCE.rglob("*.[ch]") if path.name != "driver.c"),
-                ],
-                py_limited_api=IS_ABI3,
-            ),
-            Extension(
-                "fastattn.bench.probes.driver",
-                [str(PROBES / "driver.pyx"), str(PROBES / "dispatch.c"), str(SOURCE / "pool.c")],
-                include_dirs=[str(SOURCE)],
-                depends=[
-                    *FOR_ALL,
-                    *(str(SOURCE / name) for name in ("pool.h", "turns.h")),
-                    *(str(PROBES / name) for name in ("probes.h", "probes.c")),
-                    str(ISAS),
-                ],
-                define_macros=[*ABI_MACROS],
-                py_limited_api=IS_ABI3,
-            ),
-            Extension(
-                "fastattn.integrations._xla",
-                ["fastattn/integrations/_xla.c"],
-                include_dirs=[str(INCLUDE)],
-                define_macros=[*ABI_MACROS],
-                extra_compile_args=["-std=gnu11", "-g0"],
-                depends=[*FOR_ALL, str(INCLUDE / "fastattn.h")],
-                py_limited_api=IS_ABI3,
-            ),
-        ]
-    ),
+    ext_modules=[
+        Extension(
+            "fastattn.backends.cython.driver",
+            [
+                *(str(SOURCE / name) for name in ("driver.pyx", "pool.c", "blas.c")),
+                str(KERNELS / "dispatch.c"),
+            ],
+            include_dirs=[np.get_include(), str(INCLUDE), str(SOURCE), str(KERNELS)],
+            define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"), *ABI_MACROS],
+            libraries=["m"],
+            depends=[
+                *FOR_ALL,
+                str(INCLUDE / "fastattn.h"),
+                *sorted(
+                    str(path)
+                    for path in SOURCE.rglob("*.*")
+                    if path.suffix in {".c", ".h", ".pxi"} and path.name != "driver.c"
+                ),
+            ],
+            py_limited_api=IS_ABI3,
+        ),
+        Extension(
+            "fastattn.bench.probes.driver",
+            [str(PROBES / "driver.pyx"), str(PROBES / "dispatch.c"), str(SOURCE / "pool.c")],
+            include_dirs=[str(SOURCE)],
+            depends=[
+                *FOR_ALL,
+                *(str(SOURCE / name) for name in ("pool.h", "turns.h")),
+                *(str(PROBES / name) for name in ("probes.h", "probes.c")),
+                str(ISAS),
+            ],
+            define_macros=[*ABI_MACROS],
+            py_limited_api=IS_ABI3,
+        ),
+        Extension(
+            "fastattn.integrations._xla",
+            ["fastattn/integrations/_xla.c"],
+            include_dirs=[str(INCLUDE)],
+            define_macros=[*ABI_MACROS],
+            extra_compile_args=["-std=gnu11", "-g0"],
+            depends=[*FOR_ALL, str(INCLUDE / "fastattn.h")],
+            py_limited_api=IS_ABI3,
+        ),
+    ],
     cmdclass={"build_ext": BuildKernels},
 )

@@ -130,7 +130,7 @@ static void pair_values(char *to, const char *v, ptrdiff_t v_row, ptrdiff_t n_ke
 }
 
 #define PAIR_ROWS 8 /* columns of a register tile */
-#define COLUMN_AT(row, r, col) ((row) + fastattn_pair_at(r))
+#define COLUMN_AT(row, r, col) ((void)(col), (row) + fastattn_pair_at(r))
 #define CHUNK_ROWS (KEY_CHUNK / 2)
 #define MOST_COLUMNS PAIR_ROWS
 #include "accumulate_tile.h"

@@ -486,7 +486,14 @@ class Case:
         if self.dropout:
             found["dropout"] = self.dropout
             found["seed"] = self.record.get("dropout_seed", 0)
+        if "precision" in self.record:
+            found["precision"] = self.record["precision"]
         return found
+
+    @property
+    def weight_error(self) -> float:
+        """What weights may be off by before they meet the values, as a share of each."""
+        return 2.0**-8 if self.record.get("precision") == "storage" else 0.0
 
     def results_shape(self) -> tuple[int, ...]:
         """Of `out`."""

@@ -124,9 +124,11 @@ def attention(
     sinks: Array | None,
     keep: Array | None = None,
     share_kept: float = 1.0,
+    weight_error: float = 0.0,
 ) -> Answer:
     """Arrays ``(*lead, H, L, D)``, ``(*lead, K, S, D)``, ``(*lead, K, S, E)`` that hold numbers of `dtype`.
 
+    weight_error: by what share of itself a weight may be off where it meets the values.
     `allowed` is ``(*lead, H, L, S)`` with -inf in the bias already out of it; `bias` is broadcast to it, and
     with `sinks` in `dtype`, as the contract has them read.
     """
@@ -188,7 +190,7 @@ def attention(
         wander = np.where(np.isfinite(wander), wander, 0).astype(rough, copy=False)
     heavy = finite_weights.astype(rough, copy=False)
     moved = heavy * (1 + size + wander[..., None])
-    out_reach, weights_reach = mean(moved, magnitude), moved
+    out_reach, weights_reach = mean(moved + heavy * (weight_error / (ROUNDINGS * eps)), magnitude), moved
     lse_reach = np.where(read, 1 + wander, 0) + np.where(np.isfinite(lse), np.abs(lse), 0)
 
     # A weight below all normal numbers is 0 in kernels: at most as much of each value is lost.

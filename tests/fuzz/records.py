@@ -89,6 +89,8 @@ def draw(seed: int, engines: Sequence[str], kinds: Sequence[str] = tuple(KINDS))
         _results(r, record)
     if kind == "error":
         record["spoil"] = r.randrange(1 << 16)
+    if kind == "attention" and set(record["dtypes"]) == {"bfloat16"} and r.random() < 0.4:
+        record["precision"] = "storage"
     if kind == "attention":
         record["variants"] = sorted({r.choice(VARIANTS) for _ in range(r.choice((1, 1, 2)))})
     if kind == "varlen":

@@ -51,3 +51,34 @@ def caller_names(names: Mapping[str, str], kind: type[Exception] | None = None) 
         parts = (part for part in str(error).split("; ") if "layout=" not in part)
         text = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], "; ".join(parts))
         raise (kind or (TypeError if isinstance(error, TypeError) else ValueError))(text) from None
+
+
+class Methods:
+    """Methods of a class of another library, for which ours are put, and which are put back."""
+
+    def __init__(self, owner: type, ours: type, *names: str) -> None:
+        self._owner = owner
+        self._ours = {name: getattr(ours, name) for name in names}
+        self.theirs = self._present()
+
+    def _present(self) -> dict[str, Any]:
+        return {name: getattr(self._owner, name) for name in self._ours}
+
+    def _set(self, methods: Mapping[str, Any]) -> None:
+        for name, method in methods.items():
+            setattr(self._owner, name, method)
+
+    def install(self) -> None:
+        self._set(self._ours)
+
+    def uninstall(self) -> None:
+        self._set(self.theirs)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        before = self._present()
+        self.install()
+        try:
+            yield
+        finally:
+            self._set(before)

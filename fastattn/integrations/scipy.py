@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from math import log, pi
 from typing import Any
 
 import numpy as np
 
 import fastattn
-from fastattn.integrations._common import extra
+from fastattn.integrations._common import Methods, extra
 
 with extra("scipy"):
     from scipy import linalg, stats
@@ -62,7 +61,7 @@ class gaussian_kde(stats.gaussian_kde):
         """The density at each point, ``(L,)`` for points ``(D, L)``."""
         points = np.atleast_2d(np.asarray(points))
         if np.common_type(self.covariance, points) != np.float64:
-            return _SCIPYS["evaluate"](self, points)
+            return _methods.theirs["evaluate"](self, points)
         return np.exp(_log_density(self, points))
 
     __call__ = evaluate
@@ -71,7 +70,7 @@ class gaussian_kde(stats.gaussian_kde):
         """The log of the density at each point; finite also where the density is too small for a number."""
         points = np.atleast_2d(x)
         if np.common_type(self.covariance, points) != np.float64:
-            return _SCIPYS["logpdf"](self, points)
+            return _methods.theirs["logpdf"](self, points)
         return _log_density(self, points)
 
     def integrate_kde(self, other: Any) -> float:
@@ -108,14 +107,7 @@ def _log_sums(points: np.ndarray, dataset: np.ndarray, weights: np.ndarray, fact
     return sums - np.log(np.diag(factor)).sum() - 0.5 * len(factor) * log(2 * pi)
 
 
-_METHODS = ("evaluate", "__call__", "logpdf", "integrate_kde")
-_OURS = {name: getattr(gaussian_kde, name) for name in _METHODS}
-_SCIPYS = {name: getattr(stats.gaussian_kde, name) for name in _METHODS}
-
-
-def _set(methods: Mapping[str, Callable[..., Any]]) -> None:
-    for name, method in methods.items():
-        setattr(stats.gaussian_kde, name, method)
+_methods = Methods(stats.gaussian_kde, gaussian_kde, "evaluate", "__call__", "logpdf", "integrate_kde")
 
 
 def install() -> None:
@@ -135,20 +127,14 @@ def install() -> None:
     >>> np.allclose(density, kde([0.0, 1.0]), rtol=1e-12)
     True
     """
-    _set(_OURS)
+    _methods.install()
 
 
 def uninstall() -> None:
     """Give SciPy's class its own methods back."""
-    _set(_SCIPYS)
+    _methods.uninstall()
 
 
-@contextmanager
-def installed() -> Iterator[None]:
+def installed() -> AbstractContextManager[None]:
     """`install` for the length of a ``with``, in all threads. The previous methods are restored after it."""
-    before = {name: getattr(stats.gaussian_kde, name) for name in _METHODS}
-    install()
-    try:
-        yield
-    finally:
-        _set(before)
+    return _methods.installed()

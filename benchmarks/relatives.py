@@ -204,6 +204,17 @@ def label_spreading() -> Pair:
     return _labels("LabelSpreading", 6)
 
 
+def statsmodels() -> Pair:
+    from statsmodels.nonparametric.kernel_regression import KernelReg as Theirs
+
+    from fastattn.integrations.statsmodels import KernelReg as Ours
+
+    x, points = _normal(5_000, 2, dtype="float64"), _normal(5_000, 2, seed=1, dtype="float64")
+    y = np.sin(x.sum(axis=1))
+    models = [kind(y, x, "cc", "ll", [0.3, 0.3], rng=0) for kind in (Theirs, Ours)]
+    return Pair(lambda: models[0].fit(points)[0], lambda: models[1].fit(points)[0])
+
+
 def tabpfn() -> Pair:
     """A model of TabPFN 2.5's sizes, with random weights."""
     import torch
@@ -373,6 +384,7 @@ ROWS = [
     Row(seaborn, "seaborn's kdeplot of 100000", "SciPy", "scipy"),
     Row(label_propagation, "LabelPropagation, 8000 x 10, 20 steps", "scikit-learn", "sklearn"),
     Row(label_spreading, "LabelSpreading, the same, 6 steps", "scikit-learn", "sklearn"),
+    Row(statsmodels, "KernelReg, 5000 x 5000, D 2, local linear", "statsmodels", "statsmodels"),
     Row(tabpfn, "TabPFN 2.5, 1000 + 200 rows of 12", "PyTorch", "tabpfn"),
     Row(onnx, "Attention, 1,8,512,64 causal", "onnx's reference", "onnx"),
     Row(jax, "attention, 1,8,1024,64 causal", "jax.nn", "jax"),

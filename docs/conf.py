@@ -67,8 +67,8 @@ autodoc_typehints = "none"  # types are in the docstrings
 autodoc_member_order = "bysource"
 # Of `fastattn.integrations`; a build needs none of them.
 autodoc_mock_imports = [
-    "autograd", "dask", "jax", "keras", "llvmlite", "numba", "onnx", "scipy", "sklearn", "tabpfn",
-    "torch", "transformers",
+    "autograd", "dask", "jax", "keras", "llvmlite", "numba", "onnx", "scipy", "sklearn", "statsmodels",
+    "tabpfn", "torch", "transformers",
 ]  # fmt: skip
 autosummary_generate = False
 numpydoc_show_class_members = False

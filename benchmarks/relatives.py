@@ -270,6 +270,24 @@ def jax() -> Pair:
     return Pair(lambda: theirs(x).block_until_ready(), lambda: ours(x).block_until_ready())
 
 
+def tokamax() -> Pair:
+    import jax
+    import tokamax
+    from absl import flags
+
+    from fastattn.integrations.tokamax import register
+
+    flags.FLAGS.mark_as_parsed()  # else it reads this program's command line
+    register()
+    x = jax.numpy.asarray(_normal(1, 1024, 8, 64))
+
+    def attend(name: str) -> Callable[[], Any]:
+        call = jax.jit(lambda x: tokamax.dot_product_attention(x, x, x, is_causal=True, implementation=name))
+        return lambda: call(x).block_until_ready()
+
+    return Pair(attend("xla"), attend("fastattn"))
+
+
 def keras() -> Pair:
     os.environ["KERAS_BACKEND"] = "numpy"
     import keras
@@ -388,6 +406,7 @@ ROWS = [
     Row(tabpfn, "TabPFN 2.5, 1000 + 200 rows of 12", "PyTorch", "tabpfn"),
     Row(onnx, "Attention, 1,8,512,64 causal", "onnx's reference", "onnx"),
     Row(jax, "attention, 1,8,1024,64 causal", "jax.nn", "jax"),
+    Row(tokamax, "dot_product_attention, 1,1024,8,64 causal", 'Tokamax\'s "xla"', "tokamax"),
     Row(numba, "the same, 8,1024,64 in @njit", "the formula in @njit", "numba"),
     Row(dask, "attention, 8,2048,64 causal, 2 x 4 chunks", "the formula on Dask", "dask"),
     Row(keras, "dot_product_attention, 1,8,512,64 causal", "Keras on NumPy", "keras"),

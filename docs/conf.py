@@ -68,7 +68,7 @@ autodoc_member_order = "bysource"
 # Of `fastattn.integrations`; a build needs none of them.
 autodoc_mock_imports = [
     "autograd", "dask", "jax", "keras", "llvmlite", "numba", "onnx", "scipy", "sklearn", "statsmodels",
-    "tabpfn", "torch", "transformers",
+    "tabpfn", "tokamax", "torch", "transformers",
 ]  # fmt: skip
 autosummary_generate = False
 numpydoc_show_class_members = False

@@ -143,7 +143,12 @@ LAYERS = [
     {"_mask_map", "_capi"},
     # What is built on them
     {"integrations._common", "integrations._xla"},
-    {"integrations.torch", "integrations.onnx._common", "integrations.keras._attention"},
+    {
+        "integrations.jax",
+        "integrations.torch",
+        "integrations.onnx._common",
+        "integrations.keras._attention",
+    },
     {"integrations.onnx.standard", "integrations.onnx._cached", "integrations.keras._models"},
     {"integrations.onnx.microsoft"},
     {"integrations"},

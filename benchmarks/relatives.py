@@ -303,6 +303,43 @@ def keras() -> Pair:
     return Pair(lambda: keras.ops.dot_product_attention(x, x, x, is_causal=True), ours)
 
 
+def _keras_hub(name: str, **sizes: int) -> Pair:
+    """A model with random weights, of 512 tokens."""
+    os.environ["KERAS_BACKEND"] = "numpy"
+    import keras
+
+    from fastattn.integrations.keras import installed
+
+    with installed(models=True):  # an ImportError has the line for pip
+        import keras_hub
+    keras.utils.set_random_seed(0)
+    model = getattr(keras_hub.models, name)(**sizes)
+    ids = np.random.default_rng(0).integers(0, sizes["vocabulary_size"], (1, 512))
+    inputs = {"token_ids": ids, "padding_mask": np.ones(ids.shape, bool)}
+
+    def ours() -> Any:
+        with installed(models=True):
+            return model(inputs)
+
+    return Pair(lambda: model(inputs), ours)
+
+
+def keras_hub_distilbert() -> Pair:
+    """Of the sizes of DistilBERT base."""
+    return _keras_hub(
+        "DistilBertBackbone", vocabulary_size=30522, num_layers=6, num_heads=12, hidden_dim=768,
+        intermediate_dim=3072, max_sequence_length=512,
+    )  # fmt: skip
+
+
+def keras_hub_llama() -> Pair:
+    """Of the sizes of SmolLM 135M, but for its layers and vocabulary."""
+    return _keras_hub(
+        "LlamaBackbone", vocabulary_size=1000, num_layers=2, num_query_heads=9, num_key_value_heads=3,
+        hidden_dim=576, intermediate_dim=1536,
+    )  # fmt: skip
+
+
 def torch() -> Pair:
     import torch
 
@@ -410,6 +447,8 @@ ROWS = [
     Row(numba, "the same, 8,1024,64 in @njit", "the formula in @njit", "numba"),
     Row(dask, "attention, 8,2048,64 causal, 2 x 4 chunks", "the formula on Dask", "dask"),
     Row(keras, "dot_product_attention, 1,8,512,64 causal", "Keras on NumPy", "keras"),
+    Row(keras_hub_distilbert, "KerasHub's DistilBERT base, 1,512", "Keras on NumPy", "keras"),
+    Row(keras_hub_llama, "KerasHub's LLaMA, 2 layers, 1,512", "Keras on NumPy", "keras"),
     Row(torch, "attention, 1,8,1024,64 causal", "PyTorch", "torch"),
     Row(transformers, "a LLaMA, 2 layers, 1000 tokens", 'transformers\' "sdpa"', "transformers"),
 ]

@@ -166,7 +166,11 @@ def test_options(name, given, dtype):
     check(arrays, ours, options | {"score_mod": in_wide, "score_grad": of_mixed})
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 300), (15, 17), (97, 129), (200, 1), (257, 260)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1), (2, 300), (15, 17), (97, 129), (200, 1), pytest.param((257, 260), marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2)], ids=str)
 def test_sizes(sizes, heads):
     arrays = random_arrays(1, heads=heads[0], kv_heads=heads[1], len_q=sizes[0], len_k=sizes[1], head_dim=20)
@@ -268,7 +272,7 @@ def slopes_of(function, scores, **options):
     return found.key.ravel() / found.bias
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [pytest.param(np.float32, marks=pytest.mark.slow), np.float64])
 @pytest.mark.parametrize("part", range(4))
 def test_rules(part, dtype):
     """Each against a difference of its values in extended precision, or in float64."""

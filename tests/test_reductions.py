@@ -17,6 +17,7 @@ from fastattn._call.scores import normalize_scores
 from fastattn.backends.cython import driver
 from tests import naive
 from tests.cases import FLOATS, MEMORY_LAYOUTS
+from tests.conftest import without
 from tests.process import python
 from tests.test_memory import LIMIT, MEASURE
 from tests.tolerances import assert_close, assert_same_bits
@@ -249,6 +250,7 @@ class TestLargest:
                 for one, other in zip(np.atleast_1d(got), np.atleast_1d(expected), strict=True):
                     assert_same_bits(one, other)
 
+    @without(lambda backend, k: backend == "reference" and k != 9)  # which has no threads
     @pytest.mark.parametrize("k", [1, 9, 20, 500])
     @pytest.mark.parametrize("name", MANY_KEYS)
     def test_threads_share_the_keys_of_few_queries(self, backend, name, k):
@@ -637,7 +639,7 @@ print(extra(lambda: call(query[:, :{len_q}], key)))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
-@pytest.mark.parametrize("kind", ["cython", "reference"])
+@pytest.mark.parametrize("kind", ["cython", pytest.param("reference", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["topk", "logsumexp", "key_weights"])
 def test_memory(kind, name):
     """The scores would take 4 GiB. The reference takes its queries in blocks, so the first 512, whose scores

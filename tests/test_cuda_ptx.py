@@ -103,7 +103,7 @@ def can_compile() -> bool:
     code = """
 from cuda.pathfinder import load_nvidia_dynamic_lib
 try:
-    for name in ("nvrtc", "nvvm"):
+    for name in ("nvrtc", "nvvm", "nvJitLink"):
         load_nvidia_dynamic_lib(name)
     print("yes")
 except Exception as error:
@@ -115,7 +115,30 @@ except Exception as error:
 @pytest.fixture(scope="module", autouse=True)
 def compiler() -> None:
     if not can_compile():
-        pytest.skip("nvidia-nvvm and nvidia-cuda-nvrtc are not installed")
+        pytest.skip("NVIDIA's compiler is not installed: pip install 'fastattn[cuda]'")
+
+
+LINKER = """
+import re
+from cuda.bindings import nvjitlink
+from numba import cuda
+from fastattn.backends.cuda.backend import _unlinkable
+
+ptx, _ = cuda.compile_ptx(lambda: None, (), cc=(9, 0))
+major, minor = map(int, re.search(r"\\.version (\\d+)\\.(\\d+)", ptx).groups())
+reasons, linker = _unlinkable((9, 0)), nvjitlink.version()
+print(f"NVVM {major}.{minor}, nvJitLink {linker}: {reasons}")
+assert major >= 9, "PTX 9.m is of CUDA 13.m; before, the numbers differ"
+assert bool(reasons) == ((major + 4, minor) > linker)
+for said in (f"PTX {major}.{minor}", "nvJitLink {}.{}".format(*linker)):
+    assert not reasons or said in reasons[0]
+assert _unlinkable((1, 0))[0].startswith("NVVM does not compile for this GPU, sm_10 (")
+"""
+
+
+def test_whether_the_linker_fits_the_compiler():
+    """Whichever are installed: the verdict is that of their versions."""
+    python(LINKER)
 
 
 def compiled(device, code):

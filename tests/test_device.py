@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -173,10 +175,60 @@ def test_reasons_say_what_is_missing(monkeypatch):
     monkeypatch.setattr(cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda_backend, "_loads", lambda library: library != "nvvm")
     assert missing() == [
-        "NVIDIA's compiler is not here (nvvm): pip install 'numba-cuda[cu13]', or [cu12] for older drivers"
+        "NVIDIA's compiler is not here (nvvm): "
+        "pip install 'fastattn[cuda]', or 'numba-cuda[cu12]' for older drivers"
     ]
+    monkeypatch.setattr(cuda_backend, "_loads", lambda library: library != "nvJitLink")
+    assert "(nvJitLink)" in missing()[0]
     monkeypatch.setattr(cuda_backend, "_loads", lambda library: True)
-    assert missing() == []
+    device = SimpleNamespace(compute_capability=(9, 0))
+    monkeypatch.setattr(cuda, "get_current_device", lambda: device, raising=False)
+    monkeypatch.setattr(cuda_backend, "_unlinkable", lambda capability: [f"not for {capability}"])
+    assert missing() == ["not for (9, 0)"]
+
+
+@pytest.mark.parametrize(
+    ("linker", "line"),
+    [
+        ((13, 5), None),
+        ((13, 0), "pip install 'cuda-toolkit[nvjitlink,nvrtc,nvvm]==13.0.*'"),
+        ((12, 9), "pip install 'fastattn[cuda]'"),
+    ],
+)
+def test_a_linker_older_than_the_compiler(monkeypatch, linker, line):
+    """Stand-ins for NVVM 13.5 and some nvJitLink."""
+    cuda = pytest.importorskip("numba.cuda")
+    from fastattn.backends.cuda.backend import _unlinkable
+
+    class Linker:
+        def __init__(self, code, options):
+            assert code == b".version 9.5\n.target sm_90" and options == {"arch": "sm_90"}
+
+        def link(self, kind):
+            assert kind == "cubin"
+            if linker < (13, 5):
+                raise RuntimeError("Unsupported .version 9.5;\n too old\0")
+
+    core = SimpleNamespace(
+        Linker=Linker, LinkerOptions=dict, ObjectCode=SimpleNamespace(from_ptx=lambda ptx: ptx)
+    )
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    bindings = SimpleNamespace(nvjitlink=SimpleNamespace(version=lambda: linker))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+
+    def compile_ptx(function, arguments, cc):
+        return ".version 9.5\n.target sm_{}{}".format(*cc), None
+
+    monkeypatch.setattr(cuda, "compile_ptx", compile_ptx, raising=False)
+    name = ".".join(map(str, linker))
+    why = f"NVVM makes PTX 9.5, which nvJitLink {name} does not link (Unsupported .version 9.5; too old): "
+    assert _unlinkable((9, 0)) == ([] if line is None else [why + line])
+
+    def unable(function, arguments, cc):
+        raise ValueError("not\nsupported")
+
+    monkeypatch.setattr(cuda, "compile_ptx", unable, raising=False)
+    assert _unlinkable((7, 0)) == ["NVVM does not compile for this GPU, sm_70 (not supported)"]
 
 
 def test_shapes_fit():

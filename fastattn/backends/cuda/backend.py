@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -64,10 +65,41 @@ def _missing() -> list[str]:
     if not cuda.is_available():
         why = " ".join(str(cuda.cuda_error()).split())
         return [f"no NVIDIA GPU can be used: {why or 'none is here'}"]
-    if absent := [name for name in ("nvvm", "nvrtc") if not _loads(name)]:
-        install = "pip install 'numba-cuda[cu13]', or [cu12] for older drivers"
+    if absent := [name for name in ("nvvm", "nvrtc", "nvJitLink") if not _loads(name)]:
+        install = "pip install 'fastattn[cuda]', or 'numba-cuda[cu12]' for older drivers"
         return [f"NVIDIA's compiler is not here ({' and '.join(absent)}): {install}"]
+    return _unlinkable(cuda.get_current_device().compute_capability)
+
+
+def _unlinkable(capability: tuple[int, int]) -> list[str]:
+    """Why nvJitLink does not link what NVVM compiles: it reads no code of a later CUDA than its own.
+
+    An empty kernel tells, and version numbers do not: NVVM's is 2.0 in all, and PTX 8.8 is of CUDA 12.9.
+    """
+    from cuda.bindings import nvjitlink
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+    from numba import cuda
+
+    arch = "sm_{}{}".format(*capability)
+    try:
+        ptx, _ = cuda.compile_ptx(lambda: None, (), cc=capability)
+    except Exception as error:  # Numba's, and NVVM's own
+        return [f"NVVM does not compile for this GPU, {arch} ({_in_a_line(error)})"]
+    try:
+        Linker(ObjectCode.from_ptx(ptx.encode()), options=LinkerOptions(arch=arch)).link("cubin")
+    except Exception as error:  # of cuda.core, and of what it calls
+        made = re.search(r"\.version (\S+)", ptx)
+        major, minor = nvjitlink.version()
+        fits = f"cuda-toolkit[nvjitlink,nvrtc,nvvm]=={major}.{minor}.*" if major > 12 else "fastattn[cuda]"
+        return [
+            f"NVVM makes PTX {made and made[1]}, which nvJitLink {major}.{minor} does not link "
+            f"({_in_a_line(error)}): pip install '{fits}'"
+        ]
     return []
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).replace("\0", " ").split())[:300]
 
 
 def _loads(library: str) -> bool:

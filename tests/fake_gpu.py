@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fastattn._machine.device import _exported
+
 CUDA = 2  # DLPack's number for memory of a GPU
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -21,7 +23,7 @@ class FakeArray:
     def __init__(self, array: np.ndarray, device: int = 0) -> None:
         self.hidden = array
         self.device = device
-        self.shape = array.shape
+        self.shape, self.dtype = array.shape, array.dtype
         self.stream = 7
 
     @property
@@ -58,7 +60,8 @@ class DlpackArray(FakeArray):
         raise AttributeError
 
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
-        capsule = self.hidden.__dlpack__()
+        is_bfloat16 = self.dtype.name == "bfloat16"
+        capsule = (_exported(self.hidden) if is_bfloat16 else self.hidden).__dlpack__()
         device_type = ctypes.sizeof(ctypes.c_void_p)  # after the address
         ctypes.c_int32.from_address(_pointer(capsule, b"dltensor") + device_type).value = CUDA
         return capsule

@@ -59,10 +59,7 @@ def normalize_backward(
     parts = bias_parts(options["bias"])
     others |= {name: part for name, part in parts if not isinstance(part, Bias)}
     for x, name in (*named(*arrays), *((x, name) for name, x in others.items())):
-        if (array := as_device_array(x, name)) is not None:
-            raise TypeError(
-                f"{name} is on {place(array)}, and gradients are computed on the host: copy it there"
-            )
+        _check_on_host(x, name)
     band: Band | None = None
     if cu_seqlens is None:
         inputs = as_inputs(*arrays, swapped=is_swapped(options["layout"]))
@@ -71,6 +68,7 @@ def normalize_backward(
     else:
         q, k, v = arrays
         inputs, lowered = packed(q, k, v, options, *cu_seqlens)
+    _check_on_host(lowered.dense, "mask")
     grad_lse = options["grad_lse"]
     bias = bias_of_scores(options["bias"], inputs)
     numbers = numbers_of(inputs, options)
@@ -97,6 +95,12 @@ def normalize_backward(
         bias=tuple(_sums_of_gradient(part, inputs) for _, part in parts),
         query_factors=numbers["scale"] if isinstance(numbers["scale"], np.ndarray) else None,
     )
+
+
+def _check_on_host(value: Any, name: str) -> None:
+    """TypeError where it is an array on a GPU."""
+    if (array := as_device_array(value, name)) is not None:
+        raise TypeError(f"{name} is on {place(array)}, and gradients are computed on the host: copy it there")
 
 
 def _sums_of_gradient(part: ArrayLike | Bias, inputs: Inputs) -> Sums:

@@ -263,6 +263,12 @@ def as_device_array(value: Any, name: str) -> DeviceArray | None:
         array = _from_dlpack(value) if interface is None else _from_interface(value, interface, device)
     except (TypeError, ValueError, KeyError, BufferError, RuntimeError) as error:
         raise TypeError(f"{name} does not convert to an array: {error}") from error
+    if array.stored.kind == "V":  # of no dtype of NumPy's own: bfloat16 and those of 8 bits
+        kind = getattr(value, "dtype", array.stored)
+        raise TypeError(
+            f"{name} has elements of {kind} on {array.device}; those read there are float32, float64, "
+            "integers and bools, and float16 in bias and sinks: convert it, to float32 say"
+        )
     if not array.stored.isnative:
         raise TypeError(f"{name} has dtype {array.stored}: a GPU does not read numbers with swapped bytes")
     steps = [s for n, s in zip(array.shape, array.strides, strict=True) if n > 1]

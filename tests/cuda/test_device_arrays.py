@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -206,3 +208,54 @@ def test_what_cannot_be(library):
         fastattn.attention(query, key, value, backend="cython")
     with pytest.raises(ValueError, match=r"got outs\[0\] on cuda:0, lses\[0\] on the host"):
         fastattn.merge_attention([query], [arrays[0][..., 0]])
+
+
+def test_bfloat16_is_refused(library):
+    """By the CUDA array interface it is two bytes of no dtype, by DLPack it has its name."""
+    ones = np.ones((1, 4, 4), np.float32)
+    if library.name == "torch":
+        narrow = library.put(ones).bfloat16()
+    elif SIMULATED:
+        narrow = library.put(ones.astype(pytest.importorskip("ml_dtypes").bfloat16))
+    else:
+        pytest.skip("it has no bfloat16")
+    x = library.put(ones)
+    for name in ("query", "key", "value", "bias", "mask", "sinks", "out"):
+        arrays = {"query": x, "key": x, "value": x, name: narrow}
+        with pytest.raises(TypeError) as caught:
+            fastattn.attention(**arrays)
+        said = str(caught.value)
+        assert re.match(rf"{name} has elements of (torch\.)?bfloat16 on cuda:0; those read there are ", said)
+        assert "float32, float64, integers and bools, and float16 in bias and sinks: convert it, to" in said
+    with pytest.raises(TypeError, match=r"outs\[1\] has elements of (torch\.)?bfloat16 on cuda:0; "):
+        fastattn.merge_attention([x, narrow], [x[..., 0], x[..., 0]])
+
+
+def test_float16_is_refused(engine, library):
+    half = library.put(np.ones((1, 4, 4), np.float16))
+    with pytest.raises(
+        fastattn.BackendError, match=r"cuda: .* the result is float16: convert the arrays to "
+    ):
+        fastattn.attention(half, half, half)
+
+
+def test_gradients_are_refused(library):
+    shapes = {name: (1, 4, 4) for name in ("query", "key", "value", "grad_out", "out")}
+    shapes |= {"lse": (1, 4), "grad_lse": (1, 4), "bias": (4, 4), "sinks": (1,)}
+    on_host = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    on_host["mask"] = np.ones((4, 4), bool)
+    for name, array in on_host.items():
+        given = on_host | {name: library.put(array)}
+        message = rf"^{name} is on cuda:0, and gradients are computed on the host: copy it there"
+        with pytest.raises(TypeError, match=message):
+            fastattn.attention_backward(**given)
+
+
+def test_tensors_that_record_gradients_are_refused(library):
+    x = library.put(np.ones((1, 4, 4), np.float32))
+    try:
+        x.requires_grad = True
+    except AttributeError:
+        pytest.skip("it has no gradients")
+    with pytest.raises(TypeError, match=r"^query requires grad, .*: pass query\.detach\(\)"):
+        fastattn.attention(x, x, x)

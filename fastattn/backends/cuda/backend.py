@@ -32,7 +32,10 @@ class CudaBackend(Backend):
         if not stored and problem.out.dtype != problem.dtype:
             stored = [f"the result is {problem.out.dtype.name}"]
         if stored:
-            reasons.append(f"it reads and writes no 16-bit numbers, and {', '.join(stored)}")
+            found = ", ".join(stored)
+            reasons.append(
+                f"it reads and writes no 16-bit numbers, and {found}: convert the arrays to float32"
+            )
         return reasons
 
     def thread_limit(self, num_threads: int) -> int:

@@ -12,10 +12,11 @@ from tests.cuda.libraries import SIMULATED
 
 pytest.importorskip("rich")
 
+from numba import cuda
 from rich.console import Console
 
 from fastattn.bench.gpu import cli, libraries, measure, probes
-from fastattn.bench.gpu.cases import GPU_CASES
+from fastattn.bench.gpu.cases import GPU_CASES, HOST_CASES
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="on a GPU it is run itself")
 
@@ -57,6 +58,8 @@ def simulated(monkeypatch):
 
     monkeypatch.setattr(libraries, "ways", ways)
     monkeypatch.setitem(GPU_CASES, SMALL.name, SMALL)
+    monkeypatch.setattr(cli, "HOST_CASES", (SMALL,))
+    monkeypatch.setattr(measure, "HOST_CALLS", 3)
 
 
 def test_measures_what_is_right(simulated, tmp_path, capsys):
@@ -80,6 +83,20 @@ def test_fails_where_ours_is_wrong(simulated, monkeypatch):
     assert cli.main(["--cases", SMALL.name, "--rounds", "1"]) == cli.WRONG
 
 
+def test_host_times(simulated, monkeypatch, capsys):
+    """Of our ways alone, of calls that return and of calls that are done; an error does not end the rest."""
+    waits = []
+    monkeypatch.setattr(cuda, "synchronize", lambda: waits.append(1))
+    times = cli.run([], 1, Console())["host"]
+    (found,) = times.values()
+    assert list(times) == [f"{SMALL.name}, fake arrays"] and min(found["returned"], found["done"]) > 0
+    assert len(waits) == 2 + measure.HOST_CALLS
+    monkeypatch.setattr(cli, "HOST_CASES", (replace(SMALL, layout="none"),))
+    (found,) = cli.run([], 1, Console())["host"].values()
+    assert found.startswith("ValueError: layout must be")
+    assert "fake arrays: ValueError: layout must be" in " ".join(capsys.readouterr().out.split())
+
+
 def test_every_case_can_be_made():
-    for case in GPU_CASES.values():
+    for case in (*GPU_CASES.values(), *HOST_CASES):
         assert case.flops > 0 and case.nbytes > 0 and case.group == "gpu"

@@ -9,12 +9,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastattn.backends.cuda import backend as cuda_backend
 from fastattn.bench.case import Case
-from fastattn.bench.gpu.cases import GPU_CASES
+from fastattn.bench.gpu.cases import GPU_CASES, HOST_CASES
 from fastattn.bench.outputs import new_console, new_table, printable, why_not_writable
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def run(cases: Sequence[Case], rounds: int, console: Console, path: Path | None 
     console.print(f"reading memory: {bandwidth / 1e9:.0f} GB/s")
     result: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"), "device": name, "versions": _versions(),
-        "fma_peak": peaks, "read_bandwidth": bandwidth, "cases": {},
+        "fma_peak": peaks, "read_bandwidth": bandwidth, "host": _host_times(console), "cases": {},
     }  # fmt: skip
     for case in cases:
         # The peak before and after: its clock follows its temperature.
@@ -105,6 +106,28 @@ def run(cases: Sequence[Case], rounds: int, console: Console, path: Path | None 
         if path is not None:
             path.write_text(json.dumps(result, indent=1))
     return result
+
+
+def _host_times(console: Console) -> dict[str, Any]:
+    """What a call costs on the host, for each library of arrays."""
+    from fastattn.bench.gpu import libraries
+    from fastattn.bench.gpu.measure import host_microseconds
+
+    found: dict[str, Any] = {}
+    for case, way in product(HOST_CASES, libraries.ways()):
+        if way.library == "fastattn":
+            name = f"{case.name}, {way.label}"
+            try:
+                found[name] = host_microseconds(case, way)
+                console.print(
+                    "{}: returned after {returned:.0f} us, done after {done:.0f} us".format(
+                        name, **found[name]
+                    )
+                )
+            except Exception as problem:
+                found[name] = f"{type(problem).__name__}: {problem}"
+                console.print(f"{name}: {found[name]}", markup=False)
+    return found
 
 
 def _device_name() -> str:

@@ -27,7 +27,7 @@ class Way:
 
 def ways() -> Iterator[Way]:
     """Of the libraries that are installed."""
-    for make in (_torch, _cupy):
+    for make in (_torch, _cupy, _numba):
         try:
             yield from make()
         except ModuleNotFoundError:
@@ -123,3 +123,12 @@ def _cupy() -> Iterator[Way]:
 
     yield _fastattn(cupy.asarray, cupy.asnumpy, "CuPy arrays")
     yield Way("cupy", "formula", make, cupy.asnumpy)
+
+
+def _numba() -> Iterator[Way]:
+    from numba import cuda
+
+    def put(array: np.ndarray) -> Any:
+        return cuda.to_device(np.ascontiguousarray(array))
+
+    yield _fastattn(put, lambda array: array.copy_to_host(), "Numba arrays")

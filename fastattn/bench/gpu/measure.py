@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,10 @@ BURST_MS = 20.0
 
 #: The most calls of a burst: the host cannot queue more short calls ahead.
 MOST_CALLS = 200
+
+
+#: Calls whose median is the host's time.
+HOST_CALLS = 300
 
 
 @dataclass(slots=True)
@@ -66,6 +71,25 @@ def measure(case: Case, ways: Sequence[Way], rounds: int, notify: Callable[[str]
                 run()
                 timed.milliseconds.append(milliseconds(run, calls))
     gc.collect()
+    return found
+
+
+def host_microseconds(case: Case, way: Way) -> dict[str, float]:
+    """Of a call on the host, the median of many: until it returns, and until the GPU is done."""
+    from numba import cuda
+
+    run = way.make(case, make_inputs(case))
+    found = {}
+    for name, wait in (("returned", lambda: None), ("done", cuda.synchronize)):
+        run()
+        cuda.synchronize()
+        times = []
+        for _ in range(HOST_CALLS):
+            start = perf_counter()
+            run()
+            wait()
+            times.append(perf_counter() - start)
+        found[name] = 1e6 * median(times)
     return found
 
 

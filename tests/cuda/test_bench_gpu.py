@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ pytest.importorskip("rich")
 from numba import cuda
 from rich.console import Console
 
+from benchmarks import gpu as shot
 from fastattn.bench.gpu import cli, libraries, measure, probes
 from fastattn.bench.gpu.cases import GPU_CASES, HOST_CASES
 
@@ -95,6 +97,29 @@ def test_host_times(simulated, monkeypatch, capsys):
     (found,) = cli.run([], 1, Console())["host"].values()
     assert found.startswith("ValueError: layout must be")
     assert "fake arrays: ValueError: layout must be" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("name", shot.TWELVE)
+def test_the_twelve(name, monkeypatch, capsys):
+    """At the simulator's sizes; and an error is seen."""
+    if name in ("mask", "weights"):  # the others alike
+        attention = shot.fastattn.attention
+
+        def wrong(*arrays, backend, **options):
+            results = attention(*arrays, backend=backend, **options)
+            results[-1][..., -1] += backend == "cuda"
+            return results
+
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setattr(shot.fastattn, "attention", wrong)
+            shot.one(name)
+        assert ended.value.code == 1
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        shot.one(name)
+    assert ended.value.code == 0
+    kinds = re.findall(r"(\w+) \S+ \(at most", capsys.readouterr().out)
+    assert kinds == ["out", "lse", "weights"][: 3 if name == "weights" else 2]
 
 
 def test_every_case_can_be_made():

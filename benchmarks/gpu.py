@@ -182,8 +182,8 @@ def run(stage: Stage, seconds: float, folder: Path) -> str:
     )  # fmt: skip
     assert process.stdout is not None
     copier = Thread(target=_copy, args=(process.stdout, folder / f"{stage.name}.log"))
-    copier.start()
     try:
+        copier.start()
         status = process.wait(seconds)
         return "passed" if status == 0 else f"FAILED, exit status {status}"
     except subprocess.TimeoutExpired:

@@ -23,8 +23,8 @@ NAMES = ["info", "twelve", "benchmark", "real-sizes", "other-tests"]
 #: What prints what it has when it is interrupted, as pytest does, and what does not listen.
 WAITS = """
 import time
-print("begun", flush=True)
 try:
+    print("begun", flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     print("one failed so far")
@@ -78,7 +78,9 @@ def test_what_overruns_is_interrupted(monkeypatch, tmp_path, overruns):
 
 def test_what_does_not_listen_is_killed(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "GRACE", 0.5)
+    start = time.monotonic()
     status, said = run(monkeypatch, tmp_path, stub("deaf", DEAF, 2), stub("last"))
+    assert time.monotonic() - start < 40  # it sleeps for 60
     assert status == 1 and said["deaf"].startswith("FAILED, not done in 2 s")
     assert said["last"].startswith("passed")
     for number in map(int, (tmp_path / "deaf.log").read_text().split()):

@@ -9,63 +9,39 @@ import pytest
 from tests.process import python
 
 SETUP = """
-from types import SimpleNamespace
-import numba.cuda.dispatcher
 import numpy as np
-from numba import cuda, types
-from fastattn._call.problem import Mod
-from fastattn.backends.cuda.combine import combine_kernel
-from fastattn.backends.cuda.form import Form, choose_shape
-from fastattn.backends.cuda.functions import device_function
-from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel
+from numba import types
+from benchmarks.ptx import CUT, SIZES, VIEW, attend_ptx, flat, set_device, to_ptx
 
-# What a device function is compiled for.
-numba.cuda.dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=DEVICE)
-sizes, cut, view = (types.UniTuple(types.int64, n) for n in (7, 5, 5))
-
-def flat(kind):
-    return types.Array(kind, 1, "C")
-
-def show(kernel, arguments, **options):
-    print(cuda.compile_ptx(kernel.py_func, arguments, cc=DEVICE, **options)[0])
+set_device(DEVICE)
 """
 
 KERNELS = """
+from fastattn.backends.cuda.combine import combine_kernel
+from fastattn.backends.cuda.form import Form, choose_shape
+from fastattn.backends.cuda.kernel import merge_kernel
+
 dtype, head_rows, value_dim, flags, result, bias = FORM
-real = types.float32 if dtype == "float32" else types.float64
-reals, int32s = flat(real), flat(types.int32)
-masks = types.Tuple((int32s, int32s, flat(types.uint8), int32s, flat(types.uint32)))
+reals, f64s = flat(getattr(types, dtype)), flat(types.float64)
 form = Form(dtype, choose_shape(dtype, head_rows, value_dim, False), *map(bool, flags), result)
-functions, aux = {}, ()
-if form.has_score_mod:
-    slopes = np.ones(4, dtype)
-    aux = (types.Array(real, 1, "A"),)
-    functions = {
-        "score_mod": lambda s, b, h, i, j, slopes: s - 0.5 * slopes[h] * abs(i - j),
-        "mask_mod": lambda b, h, i, j, slopes: j <= i + b,
-    }
-    for kind, function in functions.items():
-        functions[kind] = device_function(kind, Mod(function, (slopes,)), slopes.dtype)
-show(
-    attend_kernel(form, **functions),
-    (reals, reals, reals, masks, flat(getattr(types, bias)), reals, types.Tuple(aux), *[reals] * 4, sizes,
-     cut, types.UniTuple(view, 11), real, real),
-)
+print(attend_ptx(form, bias))
 merge = merge_kernel(dtype, form.is_natural, form.has_sinks)
-show(merge, (*[reals] * 8, sizes, types.UniTuple(view, 3), types.int64))
-f64s = flat(types.float64)
-words = types.UniTuple(view, 6), types.UniTuple(types.int64, 3), types.int64
-show(combine_kernel(), (f64s, f64s, reals, reals, f64s, reals, *words))
+print(to_ptx(merge, (*[reals] * 8, SIZES, types.UniTuple(VIEW, 3), types.int64)))
+words = types.UniTuple(VIEW, 6), types.UniTuple(types.int64, 3), types.int64
+print(to_ptx(combine_kernel(), (f64s, f64s, reals, reals, f64s, reals, *words)))
 """
 
 PROBES = """
 from fastattn.bench.gpu import probes
 
-show(probes.fma_kernel("float32"), (flat(types.float32), types.float32, types.float32))
-show(probes.read_kernel(), (flat(types.float32), flat(types.float32)))
+print(to_ptx(probes.fma_kernel("float32"), (flat(types.float32), types.float32, types.float32)))
+print(to_ptx(probes.read_kernel(), (flat(types.float32), flat(types.float32))))
 """
 
 FUNCTIONS = """
+import numba
+from fastattn._call.problem import Mod
+from fastattn.backends.cuda.functions import device_function
 from fastattn.backends.jit.memory import kind_of
 from tests.flex_gallery import GALLERY, SCORES, aux_of
 
@@ -74,13 +50,13 @@ for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
         aux = [np.asarray(x) if np.ndim(x) else np.asarray(x)[()] for x in aux_of(name, dtype)]
         kind, score = ("score_mod", [numba.from_dtype(dtype)]) if name in SCORES else ("mask_mod", [])
         device = device_function(kind, Mod(function, tuple(aux)), dtype)
-        show(device, (*score, *[types.int64] * 4, *map(kind_of, aux)), device=True)
+        print(to_ptx(device, (*score, *[types.int64] * 4, *map(kind_of, aux)), device=True))
         print(name, dtype)
 
 mod = Mod(lambda s, b, h, i, j: 0.5 * s + 1.25, ())
 print("NUMBERS IN THE CODE")
 numbers = device_function("score_mod", mod, np.dtype(np.float32))
-show(numbers, (types.float32, *[types.int64] * 4), device=True)
+print(to_ptx(numbers, (types.float32, *[types.int64] * 4), device=True))
 """
 
 PLAIN = (False,) * 9 + (True, True)

@@ -103,7 +103,7 @@ class Cost(NamedTuple):
 
 LINE = r"^(?:(\.L_x_\d+):|\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\S+)?\s*(\S+)\s*(.*);)"
 COSTS = {  # of an instruction whose name begins so
-    r"[FD]FMA": Cost(needed=1, fma=1), r"LDG.*\.128": Cost(needed=1), "LDS": Cost(shared=1),
+    r"[FD]FMA(?!.* RZ,)": Cost(needed=1, fma=1), r"LDG.*\.128": Cost(needed=1), "LDS": Cost(shared=1),
     r"STS.*\.128": Cost(needed=1, shared=4), "STS": Cost(needed=1, shared=1), "(LD|ST)L": Cost(spills=1),
 }  # fmt: skip
 
@@ -123,7 +123,7 @@ class Code:
             if name.startswith(("BRA", "EXIT")) and name != "BRA.DIV":
                 is_always = not guard and not re.match("!?U?P", rest)
                 self.jumps[len(self.costs)] = target[1] if target else "", is_always
-            kind = next((cost for begin, cost in COSTS.items() if re.match(begin, name)), Cost())
+            kind = next((cost for begin, cost in COSTS.items() if re.match(begin, f"{name} {rest}")), Cost())
             self.costs.append(kind._replace(issued=1))
         shape = form.shape
         scores = shape.rows * shape.keys, head_dim, shape.depth

@@ -70,7 +70,7 @@ def find_block(shape: Shape) -> Any:
 
 def find_rows(form: Form) -> Any:
     """Fills in the `Rows` of a block; all its threads take part."""
-    TILE_ROWS, THREADS, HAS_INTERVALS = form.shape.tile_q, form.shape.num_threads, form.has_intervals
+    TILE_ROWS, HAS_INTERVALS = form.shape.tile_q, form.has_intervals
 
     @cuda.jit(device=True)
     def find_rows(rows, block, thread, sizes, q_view, masks, mask_views):
@@ -79,7 +79,8 @@ def find_rows(form: Form) -> Any:
         start_view, stop_view, _, _ = mask_views
         heads, queries, lines, starts, stops = rows
         item = block.item
-        for row in range(thread.number, TILE_ROWS, THREADS):
+        row = thread.number
+        if row < TILE_ROWS:
             at = min(block.row0 + row, block.n_rows - 1)
             head, query = block.kv_head * block.group + at // len_q, at % len_q
             heads[row], queries[row] = head, query

@@ -8,8 +8,8 @@ import numpy as np
 
 
 class Shape(NamedTuple):
-    """Tiles and threads. A block has threads_q * threads_k threads; each has rows * keys scores, 64 at most,
-    and rows * columns sums in registers."""
+    """Tiles and threads. A block has threads_q * threads_k threads, not fewer than rows of a tile; each has
+    rows * keys scores, 64 at most, and rows * columns sums in registers."""
 
     rows: int  #: query rows of a thread
     keys: int  #: keys of a thread
@@ -90,7 +90,7 @@ SPLIT_KEYS = 1024
 # In the simulator a thread is one of Python's.
 SIMULATED_SPLIT_KEYS = 8
 SIMULATED_SHAPE = Shape(2, 2, 4, 2, 2, 4, 2, 2, 2, 2)
-SIMULATED_FEW_SHAPE = Shape(2, 2, 4, 1, 2, 4, 2, 2, 1, 1)
+SIMULATED_FEW_SHAPE = Shape(2, 2, 2, 1, 2, 4, 2, 2, 1, 1)
 
 
 def choose_shape(dtype: str, head_rows: int, value_dim: int, simulated: bool) -> Shape:

@@ -18,6 +18,7 @@ from fastattn.backends.cuda import blocks, epilogue, mask_tile, stages, tiles
 from fastattn.backends.cuda.blocks import Rows
 from fastattn.backends.cuda.form import Form
 from fastattn.backends.cuda.tiles import Thread, U, element
+from fastattn.masks.map import EMPTY, FULL
 
 #: Of shared memory in bytes, for loads of several elements; the simulator takes none.
 ALIGNMENT = None if config.ENABLE_CUDASIM else 16
@@ -46,13 +47,15 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     TILE_ROWS, TILE_KEYS, THREADS_K = shape.tile_q, shape.tile_k, shape.threads_k
     SHARED, STAGED = tiles.layout(shape).size, tiles.turns(shape)
     STAGED_SCORES, STAGED_VALUES = (STAGED.queries + STAGED.keys) * shape.span, STAGED.values * shape.span
-    HAS_BIAS, HAS_MASK_MAP, HAS_SCORE_MOD = form.has_bias, form.has_mask_map, form.has_score_mod
-    HAS_BITS = form.has_dense or HAS_MASK_MAP or form.has_mask_mod  # beside intervals, known for a whole tile
+    HAS_BIAS, HAS_MASK_MAP = form.has_bias, form.has_mask_map
+    HAS_TESTS = form.has_dense or form.has_mask_mod  # of each score
+    HAS_MASKS = HAS_TESTS or HAS_MASK_MAP  # beside intervals
+    CHANGES_SCORES = HAS_BIAS or form.has_score_mod  # perhaps to -inf
     IS_WEIGHTS, ZERO, MASKED = form.result == "weights", real(0), real(-math.inf)
-    ALL = U(0xFFFF_FFFF_FFFF_FFFF)  # a bit for each score of a thread
+    ALL = U((1 << ROWS * KEYS) - 1)  # a bit for each score of a thread
 
     find_block, find_rows = blocks.find_block(shape), blocks.find_rows(form)
-    find_keys, maps_to_keys = blocks.find_keys(form), mask_tile.maps_to_keys(form)
+    find_keys, map_state = blocks.find_keys(form), mask_tile.map_state(form)
     allowed_bits = mask_tile.allowed_bits(form, mask_mod)
     modify_scores, mask_scores = epilogue.modify_scores(form, score_mod), epilogue.mask_scores(form)
     masked_bits = epilogue.masked_bits(form)
@@ -93,38 +96,36 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
 
         for key0 in range(keys.low // TILE_KEYS * TILE_KEYS, keys.high, TILE_KEYS):
             n_keys = min(TILE_KEYS, keys.high - key0)
-            # Whether all rows may attend to all keys: by intervals alone, and by all masks.
-            is_inside = n_keys == TILE_KEYS and keys.all_start <= key0 and key0 + TILE_KEYS <= keys.all_stop
-            is_full = is_inside
-            if HAS_BIAS or HAS_BITS:
-                is_full = False
-            is_partial = not is_full
-            if HAS_SCORE_MOD:
-                is_partial = True
-            allowed = ALL
-            if HAS_MASK_MAP and not maps_to_keys(masks, mask_views, rows, block, key0, n_keys, thread):
-                continue
-            if HAS_BITS:
-                allowed = allowed_bits(masks, mask_views, aux, rows, block, keys, key0, thread)
-                if cuda.syncthreads_or(np.int32(1) if allowed != U(0) else np.int32(0)) == 0:
+            # Whether all rows may attend to all keys.
+            is_full = n_keys == TILE_KEYS and keys.all_start <= key0 and key0 + TILE_KEYS <= keys.all_stop
+            if HAS_MASK_MAP:
+                state = map_state(masks, mask_views, rows, block, key0, thread)
+                if state == EMPTY:
                     continue
+                is_full = is_full and state == FULL
+            if HAS_TESTS:
+                is_full = False
+            allowed = ALL
+            if not is_full:
+                allowed = allowed_bits(masks, mask_views, aux, rows, block, keys, key0, thread)
+                if HAS_MASKS and cuda.syncthreads_or(np.int32(allowed != U(0))) == 0:
+                    continue
+                if HAS_TESTS:
+                    is_full = cuda.syncthreads_and(np.int32(allowed == ALL)) != 0
 
             at_k = element(k_view, block.item, block.kv_head, key0)
             score(s, q, k, lines, q_view, k_view, at_k, n_keys, head_dim, thread, shared, staged)
-            at_v = element(v_view, block.item, block.kv_head, key0)
-            if not IS_WEIGHTS:  # the first values are on their way during the softmax
-                nonfinite = fetch_values(
-                    v, at_v, v_view[3], v_view[4], 0, n_keys, block.column0, value_dim, thread.number,
-                    staged_values,
-                )  # fmt: skip
             modify_scores(s, scale, softcap, aux, rows, block, key0, len_k, thread)
-            if not is_full:
-                if not (HAS_BITS or is_inside):
-                    allowed = allowed_bits(masks, mask_views, aux, rows, block, keys, key0, thread)
+            if HAS_BIAS or not is_full:
                 mask_scores(s, allowed, bias, bias_view, rows, block, key0, thread)
             if IS_WEIGHTS:
                 write_weights(s, row_max, row_sum, out, result_views[1], rows, block, sizes, key0, thread)
                 continue
+            at_v = element(v_view, block.item, block.kv_head, key0)
+            nonfinite = fetch_values(  # the first of them, which are on their way during the softmax
+                v, at_v, v_view[3], v_view[4], 0, n_keys, block.column0, value_dim, number, staged_values
+            )
+            is_partial = CHANGES_SCORES or not is_full
             masked = U(0)
             if is_partial:
                 masked = masked_bits(s)

@@ -8,60 +8,85 @@ import numpy as np
 from numba import cuda
 
 from fastattn.backends.cuda.form import Form
-from fastattn.backends.cuda.tiles import U, element, place
-from fastattn.masks.map import INDEX_FULL, TILE_K, TILE_Q, WORDS
+from fastattn.backends.cuda.tiles import U, apart, element
+from fastattn.masks.map import EMPTY, FULL, INDEX_EMPTY, INDEX_FULL, PARTIAL, TILE_K, TILE_Q, WORDS
 
 
-def maps_to_keys(form: Form) -> Any:
-    """Whether the mask map lets any row of the block attend to any of n_keys keys."""
-    TILE_ROWS, THREADS = form.shape.tile_q, form.shape.num_threads
+def map_state(form: Form) -> Any:
+    """What the mask map lets the rows of the block attend to in a tile of keys: EMPTY, PARTIAL or FULL."""
+    TILE_ROWS = form.shape.tile_q
 
     @cuda.jit(device=True)
-    def maps_to_keys(masks, mask_views, rows, block, key0, n_keys, thread):
+    def map_state(masks, mask_views, rows, block, key0, thread):
         tile_index, view = masks[3], mask_views[3]
-        found = np.int32(0)
-        for row in range(thread.number, TILE_ROWS, THREADS):
-            line = element(view, block.item, rows.heads[row], rows.queries[row] // TILE_Q)
-            for key in range(key0 // TILE_K, (key0 + n_keys - 1) // TILE_K + 1):
-                if tile_index[U(line + key * view[4])] >= INDEX_FULL:
-                    found = np.int32(1)
-        return cuda.syncthreads_or(found) != 0
+        row = U(thread.number % TILE_ROWS)
+        line = element(view, block.item, rows.heads[row], rows.queries[row] // TILE_Q)
+        entry = tile_index[U(line + key0 // TILE_K * view[4])]
+        if cuda.syncthreads_or(np.int32(entry != INDEX_EMPTY)) == 0:
+            return EMPTY
+        return PARTIAL if cuda.syncthreads_or(np.int32(entry != INDEX_FULL)) != 0 else FULL
 
-    return maps_to_keys
+    return map_state
+
+
+def map_bits(form: Form) -> Any:
+    """Which keys of a thread the mask map allows a row: a bit for each. The first of them is `first`."""
+    shape = form.shape
+    VECTOR, GROUPS, APART = shape.vector, shape.keys // shape.vector, shape.vector * shape.threads_k
+    GROUP = U((1 << VECTOR) - 1)  # adjacent keys, in one word
+
+    @cuda.jit(device=True)
+    def map_bits(masks, mask_views, block, head, query, first):
+        tile_index, tile_bits, view = masks[3], masks[4], mask_views[3]
+        line = element(view, block.item, head, query // TILE_Q)
+        entry = tile_index[U(line + first // TILE_K * view[4])]
+        bits = U(0)
+        for group in range(GROUPS):
+            here = GROUP if entry == INDEX_FULL else U(0)
+            if entry >= 0:
+                key = first % TILE_K + group * APART
+                word = tile_bits[U((entry * TILE_Q + query % TILE_Q) * WORDS + key // 32)]
+                here = U(word >> np.uint32(key % 32)) & GROUP
+            bits |= here << U(group * VECTOR)
+        return bits
+
+    return map_bits
 
 
 def allowed_bits(form: Form, mask_mod: Any) -> Any:
     """Which of a thread's scores are allowed: a bit for each, row by row.
 
-    Bits, because this loop is not unrolled and so cannot index registers.
+    Bits, because the loop over rows is not unrolled and so cannot index registers.
     """
     shape, HAS_DENSE, HAS_MASK_MAP = form.shape, form.has_dense, form.has_mask_map
-    ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
-    HAS_MASK_MOD, in_tile = form.has_mask_mod, place(shape)
+    ROWS, KEYS, VECTOR, THREADS_Q, THREADS_K = (
+        shape.rows, shape.keys, shape.vector, shape.threads_q, shape.threads_k,
+    )  # fmt: skip
+    HAS_MASK_MOD, offset = form.has_mask_mod, apart(shape)
+    bits_of_map, ALL = map_bits(form), U((1 << shape.keys) - 1)
 
     @cuda.jit(device=True)
     def allowed_bits(masks, mask_views, aux, rows, block, keys, key0, thread):
-        _, _, dense, tile_index, tile_bits = masks
-        _, _, dense_view, index_view = mask_views
-        bits = U(0)
-        for n in range(ROWS * KEYS):
-            row, key = in_tile(n // KEYS, thread.y, THREADS_Q), key0 + in_tile(n % KEYS, thread.x, THREADS_K)
+        dense, view, bits = masks[2], mask_views[2], U(0)
+        first, low, high = key0 + thread.x * VECTOR, np.int32(keys.low), np.int32(keys.high)
+        for i in range(ROWS):
+            row = U(thread.y * VECTOR) + offset(i, THREADS_Q)
             head, query = np.int64(rows.heads[row]), np.int64(rows.queries[row])
-            allowed = max(rows.starts[row], keys.low) <= key < min(rows.stops[row], keys.high)
-            if HAS_DENSE and allowed:
-                line = element(dense_view, block.item, head, query)
-                allowed = dense[U(line + key * dense_view[4])] != 0
-            if HAS_MASK_MAP and allowed:
-                line = element(index_view, block.item, head, query // TILE_Q)
-                entry = tile_index[U(line + key // TILE_K * index_view[4])]
-                allowed = entry == INDEX_FULL
-                if entry >= 0:
-                    word = tile_bits[U((entry * TILE_Q + query % TILE_Q) * WORDS + key % TILE_K // 32)]
-                    allowed = (word >> np.uint32(key % 32)) & np.uint32(1) != 0
-            if HAS_MASK_MOD and allowed:
-                allowed = mask_mod(block.named_item, head, query, key, *aux)
-            if allowed:
-                bits |= U(1) << U(n)
+            start = np.int32(max(rows.starts[row], low) - first)
+            stop = np.int32(min(rows.stops[row], high) - first)
+            line = element(view, block.item, head, query) + first * view[4] if HAS_DENSE else 0
+            given = bits_of_map(masks, mask_views, block, head, query, first) if HAS_MASK_MAP else ALL
+            here = U(0)
+            for c in range(KEYS):
+                key = np.int64(offset(c, THREADS_K))  # from `first` on
+                allowed = start <= np.int32(key) < stop and given >> U(c) & U(1) != U(0)
+                if HAS_DENSE and allowed:
+                    allowed = dense[U(line + key * view[4])] != 0
+                if HAS_MASK_MOD and allowed:
+                    allowed = mask_mod(block.named_item, head, query, first + key, *aux)
+                if allowed:
+                    here |= U(1) << U(c)
+            bits |= here << U(i * KEYS)
         return bits
 
     return allowed_bits

@@ -103,7 +103,7 @@ def apart(shape: Shape) -> Any:
 
     @cuda.jit(device=True)
     def apart(i, threads):
-        return U(i // VECTOR * (VECTOR * threads) + i % VECTOR)
+        return U(i) // U(VECTOR) * U(VECTOR * threads) + U(i) % U(VECTOR)
 
     return apart
 
@@ -143,53 +143,47 @@ def fetch_scores(form: Form) -> Any:
     key to the next, q_step and k_step from one column to the next.
     """
     shape, fetch_span = form.shape, fetch(form)
-    THREADS, TILE_ROWS, SPAN, IS_EVEN, IS_PACKED = (
-        shape.num_threads, shape.tile_q, shape.span, form.is_even, form.is_packed,
-    )  # fmt: skip
-    GROUPS = shape.depth // SPAN
+    TILE_ROWS, SPAN, IS_EVEN, IS_PACKED = shape.tile_q, shape.span, form.is_even, form.is_packed
+    GROUPS, LINES = shape.depth // SPAN, shape.num_threads * SPAN // shape.depth  # per turn
     Q_TURNS, K_TURNS, _ = turns(shape)
-    Q_FILLS = TILE_ROWS * GROUPS % THREADS == 0
 
     @cuda.jit(device=True)
     def fetch_scores(q, k, lines, q_step, k_at, k_row, k_step, n_keys, column, head_dim, thread, staged):
         if IS_PACKED:
             q_step, k_step = 1, 1
+        first, at = np.int64(U(thread) // U(GROUPS)), column + np.int64(U(thread) % U(GROUPS)) * SPAN
+        left = SPAN if IS_EVEN else head_dim - at
         for turn in range(Q_TURNS):
-            n = turn * THREADS + thread
-            if Q_FILLS or n < TILE_ROWS * GROUPS:
-                at = column + n % GROUPS * SPAN
-                count = SPAN if IS_EVEN else head_dim - at
-                fetch_span(q, lines[n // GROUPS] + at * q_step, q_step, count, staged, turn * SPAN)
+            row = first + turn * LINES
+            if TILE_ROWS % LINES == 0 or row < TILE_ROWS:
+                fetch_span(q, lines[U(row)] + at * q_step, q_step, left, staged, turn * SPAN)
+        k_at += first * k_row + at * k_step
         for turn in range(K_TURNS):
-            n = turn * THREADS + thread
-            key, at = n // GROUPS, column + n % GROUPS * SPAN
-            count = (SPAN if IS_EVEN else head_dim - at) if key < n_keys else 0
-            fetch_span(k, k_at + key * k_row + at * k_step, k_step, count, staged, (Q_TURNS + turn) * SPAN)
+            count = left if first + turn * LINES < n_keys else 0
+            fetch_span(k, k_at + turn * LINES * k_row, k_step, count, staged, (Q_TURNS + turn) * SPAN)
 
     return fetch_scores
 
 
 def put_scores(shape: Shape) -> Any:
     """Puts what `fetch_scores` fetched into a half of its place in shared memory, transposed."""
-    THREADS, TILE_ROWS, SPAN = shape.num_threads, shape.tile_q, shape.span
-    GROUPS = shape.depth // SPAN
+    TILE_ROWS, SPAN = shape.tile_q, shape.span
+    GROUPS, LINES = shape.depth // SPAN, shape.num_threads * SPAN // shape.depth
     Q_TURNS, K_TURNS, _ = turns(shape)
-    Q_FILLS = TILE_ROWS * GROUPS % THREADS == 0
     Q_LINE, K_LINE, TO_KEYS, HALF, *_ = layout(shape)
 
     @cuda.jit(device=True)
     def put_scores(staged, shared, half, thread):
+        first, column = U(thread) // U(GROUPS), U(thread) % U(GROUPS) * U(SPAN)
+        to_queries = U(half * HALF) + column * U(Q_LINE) + first
         for turn in range(Q_TURNS):
-            n = turn * THREADS + thread
-            if Q_FILLS or n < TILE_ROWS * GROUPS:
+            if TILE_ROWS % LINES == 0 or first + U(turn * LINES) < U(TILE_ROWS):
                 for e in range(SPAN):
-                    at = (n % GROUPS * SPAN + e) * Q_LINE + n // GROUPS
-                    shared[U(half * HALF + at)] = staged[turn * SPAN + e]
+                    shared[to_queries + U(e * Q_LINE + turn * LINES)] = staged[turn * SPAN + e]
+        to_keys = U(half * HALF + TO_KEYS) + column * U(K_LINE) + first
         for turn in range(K_TURNS):
-            n = turn * THREADS + thread
             for e in range(SPAN):
-                at = TO_KEYS + (n % GROUPS * SPAN + e) * K_LINE + n // GROUPS
-                shared[U(half * HALF + at)] = staged[(Q_TURNS + turn) * SPAN + e]
+                shared[to_keys + U(e * K_LINE + turn * LINES)] = staged[(Q_TURNS + turn) * SPAN + e]
 
     return put_scores
 
@@ -202,24 +196,25 @@ def fetch_values(form: Form) -> Any:
     from column0 on. There are v_row elements from one key to the next, v_step from one column to the next.
     """
     shape, fetch_span = form.shape, fetch(form)
-    THREADS, SPAN, IS_EVEN, IS_PACKED = shape.num_threads, shape.span, form.is_even, form.is_packed
-    COLUMN_GROUPS, V_TURNS, ZERO = shape.tile_columns // SPAN, turns(shape).values, form.real(0)
+    SPAN, IS_EVEN, IS_PACKED = shape.span, form.is_even, form.is_packed
+    GROUPS, LINES = shape.tile_columns // SPAN, shape.num_threads * SPAN // shape.tile_columns
+    V_TURNS, ZERO = turns(shape).values, form.real(0)
 
     @cuda.jit(device=True)
     def fetch_values(v, v_at, v_row, v_step, key0, n_keys, column0, value_dim, thread, staged):
-        nonfinite = np.int32(0)
         if IS_PACKED:
             v_step = 1
+        first, column = np.int64(U(thread) // U(GROUPS)), np.int64(U(thread) % U(GROUPS)) * SPAN + column0
+        left = SPAN if IS_EVEN else value_dim - column
+        first += key0
+        v_at += first * v_row + column * v_step
+        zeros = ZERO  # or NaN
         for turn in range(V_TURNS):
-            n = turn * THREADS + thread
-            key, column = key0 + n // COLUMN_GROUPS, column0 + n % COLUMN_GROUPS * SPAN
-            count = (SPAN if IS_EVEN else value_dim - column) if key < n_keys else 0
-            fetch_span(v, v_at + key * v_row + column * v_step, v_step, count, staged, turn * SPAN)
+            count = left if first + turn * LINES < n_keys else 0
+            fetch_span(v, v_at + turn * LINES * v_row, v_step, count, staged, turn * SPAN)
             for e in range(SPAN):
-                x = staged[turn * SPAN + e]
-                if x - x != ZERO:
-                    nonfinite = np.int32(1)
-        return nonfinite
+                zeros = cuda.fma(staged[turn * SPAN + e], ZERO, zeros)
+        return np.int32(zeros != ZERO)
 
     return fetch_values
 
@@ -231,11 +226,10 @@ def put_values(shape: Shape) -> Any:
 
     @cuda.jit(device=True)
     def put_values(staged, shared, half, thread):
+        at = U(TO_VALUES + half * VALUES_HALF) + U(thread) * U(SPAN)
         for turn in range(V_TURNS):
-            n = turn * THREADS + thread
-            at = U(TO_VALUES + half * VALUES_HALF) + U(n * SPAN)
             for e in range(SPAN):
-                shared[at + U(e)] = staged[turn * SPAN + e]
+                shared[at + U(turn * THREADS * SPAN + e)] = staged[turn * SPAN + e]
 
     return put_values
 
@@ -263,14 +257,19 @@ def add_products(form: Form, LINES: int, WIDTH: int, LINE: int) -> Any:
                 sums[i, c] = cuda.fma(rows[i], columns[c], sums[i, c])
 
     @cuda.jit(device=True)
+    def add_four(shared, left, right, line, sums):
+        add_line(shared, left, right, U(line), sums)
+        add_line(shared, left, right, U(line + 1), sums)
+        add_line(shared, left, right, U(line + 2), sums)
+        add_line(shared, left, right, U(line + 3), sums)
+
+    @cuda.jit(device=True)
     def add_products(shared, left, right, sums):
-        if LINES % 4 == 0:
+        if LINES % 8 == 0:
             # By hand, as LLVM does not unroll a loop of this size.
-            for line in range(0, LINES, 4):
-                add_line(shared, left, right, U(line), sums)
-                add_line(shared, left, right, U(line + 1), sums)
-                add_line(shared, left, right, U(line + 2), sums)
-                add_line(shared, left, right, U(line + 3), sums)
+            for line in range(0, LINES, 8):
+                add_four(shared, left, right, line, sums)
+                add_four(shared, left, right, line + 4, sums)
         else:
             for line in range(LINES):
                 add_line(shared, left, right, U(line), sums)

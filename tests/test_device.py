@@ -236,6 +236,7 @@ def test_shapes_fit():
     pytest.importorskip("numba")
     from fastattn.backends.cuda import form
     from fastattn.backends.cuda.tiles import layout
+    from fastattn.masks.map import TILE_K
 
     problems = product(form.FEW_SHAPES, range(1, 11), (64, 128))
     for dtype, head_rows, value_dim in problems:
@@ -245,18 +246,34 @@ def test_shapes_fit():
         assert layout(shape).size * itemsize + shape.tile_q * words_of_rows <= 48 * 1024
         assert shape.span * itemsize == 16
         assert shape.rows * shape.keys <= 64  # their bits are one word
-        for n in (shape.rows, shape.keys, shape.columns):
-            assert n % shape.vector == 0
+        assert shape.keys % shape.vector == shape.columns % shape.vector == shape.rows % shape.row_vector == 0
+        assert shape.tile_q <= shape.num_threads and TILE_K % shape.tile_k == 0
+        assert shape.num_threads * shape.span % shape.depth == 0
+        assert shape.num_threads * shape.span % shape.tile_columns == 0
         assert shape.depth % shape.span == shape.tile_columns % shape.span == 0
         assert shape.tile_k * shape.depth % (shape.span * shape.num_threads) == 0
         assert shape.value_keys * shape.tile_columns % (shape.span * shape.num_threads) == 0
         assert shape.tile_k % shape.value_keys == 0 and form.SPLIT_KEYS % shape.tile_k == 0
         where = layout(shape)
+        assert where.q_line % shape.row_vector == where.half % shape.row_vector == 0
+        assert where.to_values * itemsize % 16 == 0
         if shape.vector * itemsize == 16:
-            assert not any(
-                at * itemsize % 16 for at in (where.q_line, where.k_line, where.to_keys, where.half)
-            )
-            assert where.to_values * itemsize % 16 == 0
+            assert not any(at * itemsize % 16 for at in (where.k_line, where.to_keys, where.half))
+
+
+@pytest.mark.parametrize("head_rows", [1, 8, 9, 16, 64, 128, 512, 4096])
+def test_long_keys_fill_a_gpu(head_rows):
+    """One head of 65,536 keys has blocks for half of the 132 multiprocessors of an H100 or more; partial
+    results stay small beside the keys and values."""
+    pytest.importorskip("numba")
+    from fastattn.backends.cuda import form
+
+    len_k, columns = 65536, 128
+    shape = form.choose_shape("float32", head_rows, columns, False)
+    splits = -(-len_k // form.keys_of_a_split(head_rows, False))
+    assert 64 <= -(-head_rows // shape.tile_q) * splits <= 256
+    assert splits == 1 or splits * head_rows * columns <= len_k * 2 * columns / 10
+    assert -(-head_rows // form.keys_of_a_split(head_rows, False)) == 1  # as many keys as rows: no splits
 
 
 @pytest.mark.parametrize("interface", [3, "shape", (1, 2), object()], ids=["int", "str", "tuple", "object"])

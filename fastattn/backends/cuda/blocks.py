@@ -52,13 +52,13 @@ def find_block(shape: Shape) -> Any:
     @cuda.jit(device=True)
     def find_block(sizes, cut):
         batch, num_heads, num_kv_heads, len_q, _, _, _ = sizes
-        n_tiles, n_column_tiles, n_splits, _, first_item = cut
+        n_tiles, n_column_tiles, _, _, first_item = cut
         rest = cuda.blockIdx.x
         kv_head, rest = rest % num_kv_heads, rest // num_kv_heads
         column_tile, rest = rest % n_column_tiles, rest // n_column_tiles
-        split, rest = rest % n_splits, rest // n_splits
         item, rest = rest % batch, rest // batch
-        row0 = (n_tiles - 1 - rest) * TILE_ROWS  # the last first: a causal mask leaves them the most keys
+        tile, split = rest % n_tiles, rest // n_tiles  # tiles that read the same keys run together
+        row0 = (n_tiles - 1 - tile) * TILE_ROWS  # the last first: a causal mask leaves them the most keys
         group = num_heads // num_kv_heads
         return Block(
             item, first_item + item, kv_head, group, split, column_tile, row0, group * len_q,

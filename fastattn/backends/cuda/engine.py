@@ -67,7 +67,7 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
 
     head_rows = H // K * L
     shape = choose_shape(str(dtype), head_rows, E, SIMULATED)
-    split_keys = keys_of_a_split(head_rows, S, SIMULATED)
+    split_keys = keys_of_a_split(head_rows, SIMULATED)
     n_splits = max(1, -(-S // split_keys))
     are_packed = all(x.is_packed(dtype, shape.span) for x in (q, k, v))
     form = _form(problem, shape, key_start is not None, are_packed, "out" if n_splits == 1 else "parts")
@@ -115,7 +115,7 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
             )  # fmt: skip
         if problem.weights is not None and S > 0:
             attend(
-                form._replace(result="weights"), (n_tiles, 1, 1, S, n * B), (*inputs, *words(weights, lse)),
+                form._replace(result="weights"), (n_tiles, 1, *cut[2:]), (*inputs, *words(weights, lse)),
                 weights.flat, row_max, row_sum,
             )  # fmt: skip
     for array, view in ((problem.out, out), (problem.lse, lse), (problem.weights, weights)):

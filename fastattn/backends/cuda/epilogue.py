@@ -18,7 +18,7 @@ def modify_scores(form: Form, score_mod: Any) -> Any:
     real, shape = form.real, form.shape
     ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
     HAS_SOFTCAP, HAS_SCORE_MOD = form.has_softcap, form.has_score_mod
-    in_tile = place(shape)
+    row_in_tile, in_tile = place(shape.row_vector), place(shape.vector)
 
     @cuda.jit(device=True)
     def modify_scores(s, scale, softcap, aux, rows, block, key0, len_k, thread):
@@ -29,7 +29,7 @@ def modify_scores(form: Form, score_mod: Any) -> Any:
                     s[i, c] = softcap * real(math.tanh(s[i, c] / softcap))
         if HAS_SCORE_MOD:
             for i in range(ROWS):
-                row = in_tile(i, thread.y, THREADS_Q)
+                row = row_in_tile(i, thread.y, THREADS_Q)
                 head, query = np.int64(rows.heads[row]), np.int64(rows.queries[row])
                 for c in range(KEYS):
                     # Past the last key it gets that one's index: `aux` may be no longer.
@@ -44,12 +44,12 @@ def mask_scores(form: Form) -> Any:
     real, shape, HAS_BIAS = form.real, form.shape, form.has_bias
     ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
     MASKED = real(-math.inf)
-    in_tile = place(shape)
+    row_in_tile, in_tile = place(shape.row_vector), place(shape.vector)
 
     @cuda.jit(device=True)
     def mask_scores(s, allowed, bias, bias_view, rows, block, key0, thread):
         for i in range(ROWS):
-            row = in_tile(i, thread.y, THREADS_Q)
+            row = row_in_tile(i, thread.y, THREADS_Q)
             to_bias = element(bias_view, block.item, rows.heads[row], rows.queries[row])
             for c in range(KEYS):
                 x = MASKED

@@ -9,7 +9,8 @@ import numpy as np
 
 class Shape(NamedTuple):
     """Tiles and threads. A block has threads_q * threads_k threads, not fewer than rows of a tile; each has
-    rows * keys scores, 64 at most, and rows * columns sums in registers."""
+    rows * keys scores, 64 at most, and rows * columns sums in registers. Keys of a tile divide `TILE_K` of a
+    mask map."""
 
     rows: int  #: query rows of a thread
     keys: int  #: keys of a thread
@@ -19,7 +20,8 @@ class Shape(NamedTuple):
     depth: int  #: columns of queries and keys in shared memory at a time
     value_keys: int  #: keys whose values are in shared memory at a time
     span: int  #: columns of a row that a thread fetches from the arrays at once, 16 bytes; divides depth
-    vector: int  #: elements a thread reads from shared memory at a time; divides rows, keys and columns
+    vector: int  #: elements a thread reads from shared memory at a time; divides keys and columns
+    row_vector: int  #: the same of query rows; divides rows
     buffers: int  #: 2 where a piece is put into shared memory while the one before is multiplied, else 1
 
     @property
@@ -70,44 +72,45 @@ class Form(NamedTuple):
 # 74 % of all instructions of a plain float32 call are multiply-adds, which bounds its share of the peak.
 # Nothing was measured, as no GPU was at hand.
 SHAPES = {
-    ("float32", 64): Shape(8, 8, 8, 16, 8, 16, 16, 4, 4, 2),
-    ("float32", 128): Shape(8, 8, 8, 8, 16, 16, 8, 4, 4, 2),
-    ("float64", 64): Shape(4, 4, 8, 16, 8, 8, 8, 2, 2, 2),
-    ("float64", 128): Shape(4, 4, 8, 8, 16, 8, 8, 2, 2, 2),
+    ("float32", 64): Shape(8, 8, 8, 16, 8, 16, 16, 4, 4, 4, 2),
+    ("float32", 128): Shape(8, 8, 8, 8, 16, 16, 8, 4, 4, 4, 2),
+    ("float64", 64): Shape(4, 4, 8, 16, 8, 8, 8, 2, 2, 2, 2),
+    ("float64", 128): Shape(4, 4, 8, 8, 16, 8, 8, 2, 2, 2, 2),
 }
 
-# With few rows memory is the limit: each thread has one key, and a block is one row of threads.
-FEW_ROWS = 8
+# With few rows memory is the limit: each thread has one key, and a block is one row of threads. Up to
+# FEW_TILES of them issue fewer instructions than a tile of `SHAPES`, which would be mostly empty.
+FEW_ROWS, FEW_TILES = 8, 4
 FEW_SHAPES = {
-    "float32": Shape(FEW_ROWS, 1, 1, 1, 128, 32, 32, 4, 1, 1),
-    "float64": Shape(FEW_ROWS, 1, 1, 1, 128, 16, 16, 2, 1, 1),
+    "float32": Shape(FEW_ROWS, 1, 1, 1, 128, 32, 32, 4, 1, 4, 1),
+    "float64": Shape(FEW_ROWS, 1, 1, 1, 128, 16, 16, 2, 1, 2, 1),
 }
 
-# Keys of a block for few rows, whole tiles of every shape. A constant, so that no other size of the problem
-# changes bits. Not measured either.
-SPLIT_KEYS = 1024
+# Keys of a split, whole tiles of every shape, for each SPLIT_ROWS query rows of a head. So a head has as many
+# blocks as its keys allow, and partial results take at most a tenth of the memory of keys and values. No
+# other size of the problem changes bits. Not measured either.
+SPLIT_KEYS, SPLIT_ROWS = 512, 64
 
 # In the simulator a thread is one of Python's.
-SIMULATED_SPLIT_KEYS = 8
-SIMULATED_SHAPE = Shape(2, 2, 4, 2, 2, 4, 2, 2, 2, 2)
-SIMULATED_FEW_SHAPE = Shape(2, 2, 2, 1, 2, 4, 2, 2, 1, 1)
+SIMULATED_SPLIT_KEYS, SIMULATED_SPLIT_ROWS = 8, 8
+SIMULATED_SHAPE = Shape(2, 2, 4, 2, 2, 4, 2, 2, 2, 2, 2)
+SIMULATED_FEW_SHAPE = Shape(2, 2, 2, 1, 2, 4, 2, 2, 1, 2, 1)
 
 
 def choose_shape(dtype: str, head_rows: int, value_dim: int, simulated: bool) -> Shape:
     """The tiles for `head_rows` query rows that read one key/value head."""
     if simulated:
-        return SIMULATED_FEW_SHAPE if head_rows <= SIMULATED_FEW_SHAPE.rows else SIMULATED_SHAPE
-    if head_rows <= FEW_ROWS:
+        return SIMULATED_FEW_SHAPE if head_rows <= 2 * SIMULATED_FEW_SHAPE.rows else SIMULATED_SHAPE
+    if head_rows <= FEW_ROWS * FEW_TILES:
         shape = FEW_SHAPES[dtype]
         rows = 1
-        while rows < head_rows:
+        while rows < min(head_rows, FEW_ROWS):
             rows *= 2
-        return shape._replace(rows=rows)
+        return shape._replace(rows=rows, row_vector=min(rows, shape.row_vector))
     return SHAPES[dtype, 64 if value_dim <= 64 else 128]
 
 
-def keys_of_a_split(head_rows: int, len_k: int, simulated: bool) -> int:
-    """How many keys a block takes: all, unless the rows alone would leave most of a GPU idle."""
-    if head_rows > FEW_ROWS:
-        return max(len_k, 1)
-    return SIMULATED_SPLIT_KEYS if simulated else SPLIT_KEYS
+def keys_of_a_split(head_rows: int, simulated: bool) -> int:
+    """How many keys a block takes, for `head_rows` query rows that read one key/value head."""
+    keys, rows = (SIMULATED_SPLIT_KEYS, SIMULATED_SPLIT_ROWS) if simulated else (SPLIT_KEYS, SPLIT_ROWS)
+    return keys * -(-head_rows // rows)

@@ -123,7 +123,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
                 continue
             at_v = element(v_view, block.item, block.kv_head, key0)
             nonfinite = fetch_values(  # the first of them, which are on their way during the softmax
-                v, at_v, v_view[3], v_view[4], 0, n_keys, block.column0, value_dim, number, staged_values
+                v, at_v, v_view[3], v_view[4], n_keys, block.column0, value_dim, number, staged_values
             )
             is_partial = CHANGES_SCORES or not is_full
             masked = U(0)

@@ -59,10 +59,9 @@ def allowed_bits(form: Form, mask_mod: Any) -> Any:
     Bits, because the loop over rows is not unrolled and so cannot index registers.
     """
     shape, HAS_DENSE, HAS_MASK_MAP = form.shape, form.has_dense, form.has_mask_map
-    ROWS, KEYS, VECTOR, THREADS_Q, THREADS_K = (
-        shape.rows, shape.keys, shape.vector, shape.threads_q, shape.threads_k,
-    )  # fmt: skip
-    HAS_MASK_MOD, offset = form.has_mask_mod, apart(shape)
+    ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
+    VECTOR, ROW_VECTOR = shape.vector, shape.row_vector
+    HAS_MASK_MOD, row_offset, offset = form.has_mask_mod, apart(ROW_VECTOR), apart(VECTOR)
     bits_of_map, ALL = map_bits(form), U((1 << shape.keys) - 1)
 
     @cuda.jit(device=True)
@@ -70,7 +69,7 @@ def allowed_bits(form: Form, mask_mod: Any) -> Any:
         dense, view, bits = masks[2], mask_views[2], U(0)
         first, low, high = key0 + thread.x * VECTOR, np.int32(keys.low), np.int32(keys.high)
         for i in range(ROWS):
-            row = U(thread.y * VECTOR) + offset(i, THREADS_Q)
+            row = U(thread.y * ROW_VECTOR) + row_offset(i, THREADS_Q)
             head, query = np.int64(rows.heads[row]), np.int64(rows.queries[row])
             start = np.int32(max(rows.starts[row], low) - first)
             stop = np.int32(min(rows.stops[row], high) - first)

@@ -40,14 +40,15 @@ def score(form: Form) -> Any:
     `kernel.attend_kernel`.
     """
     shape, where = form.shape, layout(form.shape)
-    ROWS, KEYS, VECTOR, DEPTH, BUFFERS = shape.rows, shape.keys, shape.vector, shape.depth, shape.buffers
+    ROWS, KEYS, DEPTH, BUFFERS = shape.rows, shape.keys, shape.depth, shape.buffers
+    VECTOR, ROW_VECTOR = shape.vector, shape.row_vector
     TO_KEYS, HALF, ZERO = where.to_keys, where.half, form.real(0)
     fetch_scores, put_scores = tiles.fetch_scores(form), tiles.put_scores(shape)
     add_scores = tiles.add_products(form, DEPTH, KEYS, where.k_line)
 
     @cuda.jit(device=True)
     def score(s, q, k, lines, q_view, k_view, at_k, n_keys, head_dim, thread, shared, staged):
-        own_rows, own_keys = U(thread.y * VECTOR), U(thread.x * VECTOR)
+        own_rows, own_keys = U(thread.y * ROW_VECTOR), U(thread.x * VECTOR)
         for i in range(ROWS):
             for c in range(KEYS):
                 s[i, c] = ZERO
@@ -57,8 +58,8 @@ def score(form: Form) -> Any:
         cuda.syncthreads()
         put_scores(staged, shared, 0, thread.number)
         cuda.syncthreads()
-        half = 0
-        for column in range(DEPTH, head_dim + DEPTH, DEPTH):
+        half, column = 0, np.int32(DEPTH)
+        while column < head_dim + DEPTH:  # Numba counts a range twice, in four registers more
             if column < head_dim:
                 fetch_scores(
                     q, k, lines, q_view[4], at_k, k_view[3], k_view[4], n_keys, column, head_dim,
@@ -72,6 +73,7 @@ def score(form: Form) -> Any:
             if column < head_dim:
                 put_scores(staged, shared, half, thread.number)
             cuda.syncthreads()
+            column = np.int32(column + DEPTH)
 
     return score
 
@@ -117,9 +119,9 @@ def put_weights(form: Form) -> Any:
     In a partial tile, weights with a bit in `masked` become -0. No other weight is -0.
     """
     shape, Q_LINE, MINUS_ZERO = form.shape, layout(form.shape).q_line, form.real(-0.0)
-    ROWS, KEYS, VECTOR = shape.rows, shape.keys, shape.vector
+    ROWS, KEYS, ROW_VECTOR = shape.rows, shape.keys, shape.row_vector
     THREADS_Q, THREADS_K = shape.threads_q, shape.threads_k
-    place, apart = tiles.place(shape), tiles.apart(shape)
+    place, apart = tiles.place(shape.vector), tiles.apart(ROW_VECTOR)
 
     @cuda.jit(device=True)
     def put_weights(s, masked, is_partial, thread, shared):
@@ -130,8 +132,8 @@ def put_weights(form: Form) -> Any:
                         s[i, c] = MINUS_ZERO
         for c in range(KEYS):
             for i in range(ROWS):
-                at = U(place(c, thread.x, THREADS_K) * Q_LINE) + U(thread.y * VECTOR) + apart(i, THREADS_Q)
-                shared[at] = s[i, c]
+                line = U(place(c, thread.x, THREADS_K) * Q_LINE)
+                shared[line + U(thread.y * ROW_VECTOR) + apart(i, THREADS_Q)] = s[i, c]
 
     return put_weights
 
@@ -143,10 +145,14 @@ def accumulate(form: Form) -> Any:
     `nonfinite` is 1 if it holds a nonfinite value, else 0. v and v_view are as in `kernel.attend_kernel`.
     """
     shape, where = form.shape, layout(form.shape)
-    TILE_KEYS, VALUE_KEYS, VECTOR, BUFFERS = shape.tile_k, shape.value_keys, shape.vector, shape.buffers
+    TILE_KEYS, VALUE_KEYS, BUFFERS = shape.tile_k, shape.value_keys, shape.buffers
+    VECTOR, ROW_VECTOR = shape.vector, shape.row_vector
     Q_LINE, TO_VALUES, VALUES_HALF = where.q_line, where.to_values, where.values_half
-    ROWS, COLUMNS, TILE_COLUMNS, ZERO = shape.rows, shape.columns, shape.tile_columns, form.real(0)
-    THREADS_Q, THREADS_K, apart = shape.threads_q, shape.threads_k, tiles.apart(shape)
+    ROWS, COLUMNS, TILE_COLUMNS, ZERO, ONE = (
+        shape.rows, shape.columns, shape.tile_columns, form.real(0), form.real(1),
+    )  # fmt: skip
+    THREADS_Q, THREADS_K = shape.threads_q, shape.threads_k
+    row_apart, apart = tiles.apart(ROW_VECTOR), tiles.apart(VECTOR)
     fetch_values, put_values = tiles.fetch_values(form), tiles.put_values(shape)
     add_values = tiles.add_products(form, VALUE_KEYS, COLUMNS, TILE_COLUMNS)
 
@@ -155,8 +161,8 @@ def accumulate(form: Form) -> Any:
         """Masked weights add nothing, so that a nonfinite value reaches no row that may not read it."""
         for j in range(VALUE_KEYS):
             for i in range(ROWS):
-                weight = shared[own_rows + U(j * Q_LINE) + apart(i, THREADS_Q)]
-                if weight != ZERO or math.copysign(1.0, weight) > 0:
+                weight = shared[own_rows + U(j * Q_LINE) + row_apart(i, THREADS_Q)]
+                if weight != ZERO or math.copysign(ONE, weight) > ZERO:
                     for c in range(COLUMNS):
                         x = shared[own_columns + U(j * TILE_COLUMNS) + apart(c, THREADS_K)]
                         acc[i, c] = cuda.fma(weight, x, acc[i, c])
@@ -165,17 +171,18 @@ def accumulate(form: Form) -> Any:
     def accumulate(
         acc, v, v_view, at_v, n_keys, nonfinite, is_partial, block, value_dim, thread, shared, staged
     ):  # fmt: skip
-        own_rows, own_columns = U(thread.y * VECTOR), U(thread.x * VECTOR)
+        own_rows, own_columns = U(thread.y * ROW_VECTOR), U(thread.x * VECTOR)
         put_values(staged, shared, 0, thread.number)
         has_nonfinite = cuda.syncthreads_or(nonfinite) != 0
-        half = 0
-        for j0 in range(0, TILE_KEYS, VALUE_KEYS):
+        half, j0 = 0, np.int32(0)
+        while j0 < TILE_KEYS:
             nonfinite = np.int32(0)
             if j0 + VALUE_KEYS < TILE_KEYS:
+                at_v += VALUE_KEYS * v_view[3]
+                n_keys -= VALUE_KEYS
                 nonfinite = fetch_values(
-                    v, at_v, v_view[3], v_view[4], j0 + VALUE_KEYS, n_keys, block.column0, value_dim,
-                    thread.number, staged,
-                )  # fmt: skip
+                    v, at_v, v_view[3], v_view[4], n_keys, block.column0, value_dim, thread.number, staged
+                )
             to_weights, to_values = own_rows + U(j0 * Q_LINE), own_columns + U(TO_VALUES + half * VALUES_HALF)
             if has_nonfinite and is_partial:
                 add_nonfinite_values(acc, to_weights, to_values, shared)
@@ -188,6 +195,7 @@ def accumulate(form: Form) -> Any:
             if j0 + VALUE_KEYS < TILE_KEYS:
                 put_values(staged, shared, half, thread.number)
                 has_nonfinite = cuda.syncthreads_or(nonfinite) != 0
+            j0 = np.int32(j0 + VALUE_KEYS)
 
     return accumulate
 
@@ -199,13 +207,14 @@ def write_weights(form: Form) -> Any:
     """
     shape, MASKED = form.shape, form.real(-math.inf)
     ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
-    weigh, place = power(form.dtype, form.is_natural), tiles.place(shape)
+    weigh = power(form.dtype, form.is_natural)
+    row_place, place = tiles.place(shape.row_vector), tiles.place(shape.vector)
 
     @cuda.jit(device=True)
     def write_weights(s, row_max, row_sum, out, out_view, rows, block, sizes, key0, thread):
         _, num_heads, _, len_q, _, _, _ = sizes
         for i in range(ROWS):
-            row = place(i, thread.y, THREADS_Q)
+            row = row_place(i, thread.y, THREADS_Q)
             if block.row0 + row < block.n_rows:
                 head, query = rows.heads[row], rows.queries[row]
                 line = (block.item * num_heads + head) * len_q + query
@@ -229,7 +238,8 @@ def finish(form: Form) -> Any:
     ROWS, COLUMNS, THREADS_Q, THREADS_K = shape.rows, shape.columns, shape.threads_q, shape.threads_k
     HAS_SINKS, IS_EVEN, IS_PARTS = form.has_sinks, form.is_even, form.result == "parts"
     ZERO, ONE, MASKED, UNIT = real(0), real(1), real(-math.inf), natural_unit(form.dtype, form.is_natural)
-    weigh, place = power(form.dtype, form.is_natural), tiles.place(shape)
+    weigh = power(form.dtype, form.is_natural)
+    row_place, place = tiles.place(shape.row_vector), tiles.place(shape.vector)
 
     @cuda.jit(device=True)
     def add(x, y):
@@ -245,7 +255,7 @@ def finish(form: Form) -> Any:
         item = block.item
         sum_rows(row_sum, shared, thread.number)
         for i in range(ROWS):
-            row = place(i, thread.y, THREADS_Q)
+            row = row_place(i, thread.y, THREADS_Q)
             if block.row0 + row < block.n_rows:
                 head, query = rows.heads[row], rows.queries[row]
                 base, whole_sum, factor = row_max[i], row_sum[i], ONE

@@ -4,9 +4,9 @@ A piece is fetched into registers while the one before it is multiplied, then pu
 place in shared memory. So loads overlap the arithmetic, and a piece takes one barrier.
 
 Shared memory is one array, cut by hand: the weights take the place of queries and keys. Lines of a tile are
-padded by `vector` elements, so that a column of it lies in different banks.
+padded by a vector, so that a column of it lies in different banks.
 
-A thread's elements lie in groups of `vector`; between two groups lie those of all other threads. So
+A thread's elements lie in vectors; between two of them lie those of all other threads. So
 neighbouring threads read neighbouring memory. Indices are unsigned: Numba would test signed ones for
 counting from the end.
 """
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
 
 def layout(shape: Shape) -> Layout:
     """How shared memory is cut for tiles of this shape."""
-    q_line, k_line = shape.tile_q + shape.vector, shape.tile_k + shape.vector
+    q_line, k_line = shape.tile_q + shape.row_vector, shape.tile_k + shape.vector
     half = shape.depth * (q_line + k_line)
     to_values = max(shape.buffers * half, shape.tile_k * q_line)
     values_half = shape.value_keys * shape.tile_columns
@@ -85,9 +85,9 @@ def element(view, i, j, k):
 
 
 @cache
-def place(shape: Shape) -> Any:
-    """Where the i-th element of a thread is in a tile that `threads` threads share."""
-    VECTOR = shape.vector
+def place(VECTOR: int) -> Any:
+    """Where the i-th element of a thread is in a tile that `threads` threads share, VECTOR elements each at a
+    time."""
 
     @cuda.jit(device=True)
     def place(i, thread, threads):
@@ -97,9 +97,8 @@ def place(shape: Shape) -> Any:
 
 
 @cache
-def apart(shape: Shape) -> Any:
-    """How far the i-th element of a thread is from its first, in a tile that `threads` threads share."""
-    VECTOR = shape.vector
+def apart(VECTOR: int) -> Any:
+    """How far the i-th element of a thread is from its first, in the tile of `place`."""
 
     @cuda.jit(device=True)
     def apart(i, threads):
@@ -152,14 +151,14 @@ def fetch_scores(form: Form) -> Any:
         if IS_PACKED:
             q_step, k_step = 1, 1
         first, at = np.int64(U(thread) // U(GROUPS)), column + np.int64(U(thread) % U(GROUPS)) * SPAN
-        left = SPAN if IS_EVEN else head_dim - at
+        left, keys_left = SPAN if IS_EVEN else head_dim - at, np.int32(n_keys - first)
         for turn in range(Q_TURNS):
             row = first + turn * LINES
             if TILE_ROWS % LINES == 0 or row < TILE_ROWS:
                 fetch_span(q, lines[U(row)] + at * q_step, q_step, left, staged, turn * SPAN)
         k_at += first * k_row + at * k_step
         for turn in range(K_TURNS):
-            count = left if first + turn * LINES < n_keys else 0
+            count = left if np.int32(turn * LINES) < keys_left else 0
             fetch_span(k, k_at + turn * LINES * k_row, k_step, count, staged, (Q_TURNS + turn) * SPAN)
 
     return fetch_scores
@@ -192,8 +191,8 @@ def put_scores(shape: Shape) -> Any:
 def fetch_values(form: Form) -> Any:
     """Fetches the values of `value_keys` keys, in a tile's columns; 1 if any of them is nonfinite, else 0.
 
-    The keys are those from key0 on of a tile that begins at v_at and has n_keys of them; the columns those
-    from column0 on. There are v_row elements from one key to the next, v_step from one column to the next.
+    The first of n_keys keys is at v_at; the columns are those from column0 on. There are v_row elements from
+    one key to the next, v_step from one column to the next.
     """
     shape, fetch_span = form.shape, fetch(form)
     SPAN, IS_EVEN, IS_PACKED = shape.span, form.is_even, form.is_packed
@@ -201,16 +200,15 @@ def fetch_values(form: Form) -> Any:
     V_TURNS, ZERO = turns(shape).values, form.real(0)
 
     @cuda.jit(device=True)
-    def fetch_values(v, v_at, v_row, v_step, key0, n_keys, column0, value_dim, thread, staged):
+    def fetch_values(v, v_at, v_row, v_step, n_keys, column0, value_dim, thread, staged):
         if IS_PACKED:
             v_step = 1
         first, column = np.int64(U(thread) // U(GROUPS)), np.int64(U(thread) % U(GROUPS)) * SPAN + column0
-        left = SPAN if IS_EVEN else value_dim - column
-        first += key0
+        left, keys_left = SPAN if IS_EVEN else value_dim - column, np.int32(n_keys - first)
         v_at += first * v_row + column * v_step
         zeros = ZERO  # or NaN
         for turn in range(V_TURNS):
-            count = left if first + turn * LINES < n_keys else 0
+            count = left if np.int32(turn * LINES) < keys_left else 0
             fetch_span(v, v_at + turn * LINES * v_row, v_step, count, staged, turn * SPAN)
             for e in range(SPAN):
                 zeros = cuda.fma(staged[turn * SPAN + e], ZERO, zeros)
@@ -242,14 +240,14 @@ def add_products(form: Form, LINES: int, WIDTH: int, LINE: int) -> Any:
     """
     real, shape = form.real, form.shape
     ROWS, THREADS_Q, THREADS_K, Q_LINE = shape.rows, shape.threads_q, shape.threads_k, layout(shape).q_line
-    offset = apart(shape)
+    row_offset, offset = apart(shape.row_vector), apart(shape.vector)
 
     @cuda.jit(device=True)
     def add_line(shared, left, right, line, sums):
         rows = cuda.local.array(ROWS, real)
         columns = cuda.local.array(WIDTH, real)
         for i in range(ROWS):
-            rows[i] = shared[left + line * U(Q_LINE) + offset(i, THREADS_Q)]
+            rows[i] = shared[left + line * U(Q_LINE) + row_offset(i, THREADS_Q)]
         for c in range(WIDTH):
             columns[c] = shared[right + line * U(LINE) + offset(c, THREADS_K)]
         for i in range(ROWS):
@@ -257,19 +255,21 @@ def add_products(form: Form, LINES: int, WIDTH: int, LINE: int) -> Any:
                 sums[i, c] = cuda.fma(rows[i], columns[c], sums[i, c])
 
     @cuda.jit(device=True)
-    def add_four(shared, left, right, line, sums):
-        add_line(shared, left, right, U(line), sums)
-        add_line(shared, left, right, U(line + 1), sums)
-        add_line(shared, left, right, U(line + 2), sums)
-        add_line(shared, left, right, U(line + 3), sums)
+    def add_four(shared, left, right, sums):
+        add_line(shared, left, right, U(0), sums)
+        add_line(shared, left, right, U(1), sums)
+        add_line(shared, left, right, U(2), sums)
+        add_line(shared, left, right, U(3), sums)
 
     @cuda.jit(device=True)
     def add_products(shared, left, right, sums):
         if LINES % 8 == 0:
             # By hand, as LLVM does not unroll a loop of this size.
-            for line in range(0, LINES, 8):
-                add_four(shared, left, right, line, sums)
-                add_four(shared, left, right, line + 4, sums)
+            for _ in range(LINES // 8):
+                add_four(shared, left, right, sums)
+                add_four(shared, left + U(4 * Q_LINE), right + U(4 * LINE), sums)
+                left += U(8 * Q_LINE)
+                right += U(8 * LINE)
         else:
             for line in range(LINES):
                 add_line(shared, left, right, U(line), sums)

@@ -14,7 +14,7 @@ from fastattn.backends.cuda.form import Form
 from fastattn.backends.cuda.functions import device_function
 from fastattn.backends.cuda.kernel import attend_kernel
 
-SIZES, CUT, VIEW = (types.UniTuple(types.int64, n) for n in (7, 5, 5))
+SIZES, CUT = (types.UniTuple(types.int64, n) for n in (7, 4))
 
 #: An ALiBi and a causal mask.
 FUNCTIONS = {
@@ -38,19 +38,30 @@ def to_ptx(kernel: Any, arguments: tuple[Any, ...], **options: Any) -> str:
     return str(cuda.compile_ptx(kernel.py_func, arguments, cc=device, **options)[0])
 
 
-def attend_ptx(form: Form, bias: str = "float32") -> str:
-    """`attend_kernel` of a specialisation, with a bias of this dtype and the functions of `FUNCTIONS`."""
-    real, int32s = flat(getattr(types, form.dtype)), flat(types.int32)
+def view(axes: int, is_present: bool = True) -> Any:
+    """The type of an array's view."""
+    return types.UniTuple(types.int64, 1 + axes) if is_present else types.Tuple(())
+
+
+def attend_ptx(form: Form) -> str:
+    """`attend_kernel` of a specialisation, with the functions of `FUNCTIONS`."""
     slopes = np.ones(4, form.dtype)
     functions = {
         kind: device_function(kind, Mod(function, (slopes,)), slopes.dtype)
         for kind, function in FUNCTIONS.items()
         if getattr(form, f"has_{kind}")
     }
-    masks = types.Tuple((int32s, int32s, flat(types.uint8), int32s, flat(types.uint32)))
-    aux = types.Tuple((types.Array(real.dtype, 1, "A"),) if functions else ())
-    arguments = (
-        real, real, real, masks, flat(getattr(types, bias)), real, aux, *[real] * 4, SIZES, CUT,
-        types.UniTuple(VIEW, 11), real.dtype, real.dtype,
+    real = getattr(types, form.dtype)
+    aux = types.Tuple((types.Array(real, 1, "A"),) if functions else ())
+    inputs = (view(4), view(4), view(4), view(4, form.has_bias), view(1, form.has_sinks))
+    intervals = types.Tuple((view(2), view(2)) if form.has_intervals else ())
+    masks = (
+        view(2, form.has_band), view(1, form.has_lengths), intervals, view(4, form.has_dense),
+        view(4, form.has_mask_map), view(0, form.has_mask_map),
     )  # fmt: skip
+    is_out, has_state = form.result == "out", form.keeps_sums or form.result != "out"
+    out = view(4 if form.result != "parts" else 0)
+    results = (out, view(3, is_out), view(0, has_state), view(0, has_state))
+    tuples = (types.Tuple(each) for each in (inputs, masks, results))
+    arguments = (*tuples, SIZES, CUT, aux, real, real)
     return to_ptx(attend_kernel(form, **functions), arguments)

@@ -2,25 +2,26 @@
 
 Numba compiles each kernel to PTX, ptxas to machine code, and nvdisasm shows it; both are found on PATH or in
 PyPI's packages. The table has registers, bytes of stack and of shared memory, blocks per multiprocessor, and
-what one tile of keys costs a warp:
 
-- full: instructions issued for a tile that no mask touches;
-- fma: the share of multiply-adds in them, which bounds the share of the peak;
+- full: instructions that a warp issues for a tile of keys that no mask touches;
+- fma: the share of the products' multiply-adds in them, which bounds the share of the peak;
 - spills: loads and stores of the stack among them;
-- partial: instructions issued for a tile that masks cut;
-- TB/s: keys and values read per second if shared memory is all that limits, at H100's 132 x 1.755 GHz.
+- partial: instructions for a tile that masks cut;
+- TB/s: keys and values per second where accesses to shared memory are the limit, at 132 x 1.755 GHz.
 
-The key loop is the largest backward branch around multiply-adds. The first loop around them in it are the
-scores, the others the values: how often they run follows from the multiply-adds of a tile. Other loops count
-once. Of all paths through a loop, the one with the most multiply-adds, 16-byte loads and stores to shared
-memory is taken; of those, the shortest for a full tile, and the longest for a partial one. Left out of this
-are innermost loops with branches, which are for nonfinite values. Each access to shared
-memory counts once, as threads of a warp read adjacent or equal elements, but 16-byte stores four times.
+The key loop is the largest backward branch around multiply-adds. Of the loops around them in it, the first
+has the scores, the others the values; how often each runs follows from the multiply-adds of a tile. Loops
+that only read shared memory are those of masks over a thread's rows. Of all paths through a loop, those with
+the most multiply-adds, 16-byte loads and stores to shared memory are taken, and of these the shortest for a
+full tile, and the longest for a partial one: without innermost loops that branch, which are for nonfinite
+values. An access to shared memory counts once, as threads read adjacent or equal elements of float32, but a
+16-byte store four times.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -34,58 +35,49 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.ptx import attend_ptx, set_device
-from fastattn.backends.cuda.form import Form, choose_shape
+from fastattn.backends.cuda.form import Form, Stored, choose_shape
 
-INSTALL = "pip install nvidia-cuda-nvcc nvidia-cuda-nvdisasm"
-SHARED = {80: 164, 90: 228, 100: 228}  #: KiB of a multiprocessor
-CLOCKS = 132 * 1.755e9
+CLOCKS, SHARED = 132 * 1.755e9, {80: 164, 90: 228, 100: 228}  # KiB of a multiprocessor
+FLAGS = [name for name in Form._fields if name.startswith("has_") or name == "is_natural"]
 
-# Specialisations: query rows of a key/value head, and the flags that are set.
-EVERYTHING = Form._fields[2:11]
-NAMES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "plain": (4096, ()),
-    "causal, window": (4096, ("has_intervals",)),
-    "dense mask": (4096, ("has_dense",)),
-    "mask map": (4096, ("has_mask_map",)),
-    "bias": (4096, ("has_bias",)),
-    "soft-cap": (4096, ("has_softcap", "is_natural")),
-    "sinks": (4096, ("has_sinks",)),
-    "score_mod": (4096, ("has_score_mod", "is_natural")),
-    "mask_mod": (4096, ("has_mask_mod",)),
-    "all options": (4096, EVERYTHING),
-    "weights": (4096, ()),
-    **{f"{rows} rows": (rows, ()) for rows in (1, 2, 4, 8)},
-}
+# Specialisations: the flags that are set.
+NAMES = {
+    "plain": "", "causal, window": "has_band", "intervals": "has_intervals", "dense mask": "has_dense",
+    "mask map": "has_mask_map", "bias": "has_bias", "soft-cap": "has_softcap is_natural",
+    "sinks": "has_sinks", "score_mod": "has_score_mod is_natural", "mask_mod": "has_mask_mod",
+    "all options": " ".join(FLAGS), "weights": "", "1 row": "", "2 rows": "", "4 rows": "", "8 rows": "",
+}  # fmt: skip
 
 
 def form_of(name: str, dtype: str, value_dim: int) -> Form:
     """The specialisation of this name, for whole spans and tiles."""
-    head_rows, flags = NAMES[name]
-    shape = choose_shape(dtype, head_rows, value_dim, False)
-    is_set = {field: field in flags for field in Form._fields[2:11]}
-    result = "weights" if name == "weights" else "parts" if head_rows <= 8 else "out"
-    return Form(dtype, shape, **is_set, is_even=True, is_packed=True, result=result)
+    few = re.match(r"\d", name)
+    shape = choose_shape(dtype, int(name[0]) if few else 4096, value_dim, False)
+    is_set = {flag: flag in NAMES[name].split() for flag in FLAGS}
+    result = "parts" if few else "weights" if name == "weights" else "out"
+    stored = Stored(*[dtype] * 5, "uint8")
+    return Form(dtype, shape, stored, **is_set, is_even=True, is_packed=True, result=result)
 
 
-def tool(name: str) -> str:
-    """A program of NVIDIA's."""
-    packaged = [str(Path(path) / "nvidia" / "cu13" / "bin") for path in sys.path]
-    found = shutil.which(name) or next(filter(None, (shutil.which(name, path=p) for p in packaged)), None)
+def call(name: str, *arguments: object) -> tuple[str, str]:
+    """What a program of NVIDIA's writes to stdout and stderr."""
+    places = [os.environ["PATH"], *(str(Path(path, "nvidia", "cu13", "bin")) for path in sys.path)]
+    found = shutil.which(name, path=os.pathsep.join(places))
     if found is None:
-        raise SystemExit(f"{name} is not here: {INSTALL}")
-    return found
+        raise SystemExit(f"{name} is not here: pip install nvidia-cuda-nvcc nvidia-cuda-nvdisasm")
+    done = subprocess.run([found, *map(str, arguments)], capture_output=True, text=True, check=True)
+    return done.stdout, done.stderr
 
 
 def machine_code(ptx: str, device: int) -> tuple[str, str]:
     """What ptxas says, and the instructions."""
-    ptx = re.sub(r"\.version \S+", ".version 8.7", ptx)  # of CUDA 12.8, the first with sm_100
     with tempfile.TemporaryDirectory() as folder:
         source, made = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(ptx)
-        command = [tool("ptxas"), "-v", f"-arch=sm_{device}", str(source), "-o", str(made)]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        shown = [tool("nvdisasm"), "-c", str(made)]
-        return said, subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+        source.write_text(
+            re.sub(r"\.version \S+", ".version 8.7", ptx)
+        )  # of CUDA 12.8, the first with sm_100
+        said = call("ptxas", "-v", f"-arch=sm_{device}", source, "-o", made)[1]
+        return said, call("nvdisasm", "-c", made)[0]
 
 
 class Cost(NamedTuple):
@@ -102,7 +94,7 @@ class Cost(NamedTuple):
 
 
 LINE = r"^(?:(\.L_x_\d+):|\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\S+)?\s*(\S+)\s*(.*);)"
-COSTS = {  # of an instruction whose name begins so
+COSTS = {  # of an instruction that begins so
     r"[FD]FMA(?!.* RZ,)": Cost(needed=1, fma=1), r"LDG.*\.128": Cost(needed=1), "LDS": Cost(shared=1),
     r"STS.*\.128": Cost(needed=1, shared=4), "STS": Cost(needed=1, shared=1), "(LD|ST)L": Cost(spills=1),
 }  # fmt: skip
@@ -113,29 +105,34 @@ class Code:
 
     def __init__(self, sass: str, form: Form, head_dim: int) -> None:
         self.costs: list[Cost] = []
+        self.labels: dict[str, int] = {"": -1}
         self.jumps: dict[int, tuple[str, bool]] = {}  # to a label, and whether always
-        self.labels: dict[str, int] = {}
         for label, guard, name, rest in re.findall(LINE, sass, re.MULTILINE):
             if label:
                 self.labels[label] = len(self.costs)
                 continue
-            target = re.search(r"(\.L_x_\d+)\)", rest)
             if name.startswith(("BRA", "EXIT")) and name != "BRA.DIV":
-                is_always = not guard and not re.match("!?U?P", rest)
-                self.jumps[len(self.costs)] = target[1] if target else "", is_always
-            kind = next((cost for begin, cost in COSTS.items() if re.match(begin, f"{name} {rest}")), Cost())
-            self.costs.append(kind._replace(issued=1))
-        shape = form.shape
-        scores = shape.rows * shape.keys, head_dim, shape.depth
-        values = shape.rows * shape.columns, shape.tile_k, shape.value_keys
-        self.loops: dict[int, int] = {}  # around multiply-adds, from the first to the last instruction
+                target = re.search(r"(\.L_x_\d+)\)", rest)
+                self.jumps[len(self.costs)] = target[1] if target else "", not (guard or "P" in rest[:3])
+            kind = (cost for begin, cost in COSTS.items() if re.match(begin, f"{name} {rest}"))
+            self.costs.append(next(kind, Cost())._replace(issued=1))
+        self.loops: dict[int, int] = {}  # from the first instruction to the last
         for at, (label, _) in self.jumps.items():
-            first = self.labels.get(label, at + 1)
-            if first <= at and any(cost.fma for cost in self.costs[first : at + 1]):
+            first = self.labels[label]
+            if 0 <= first <= at and any(cost.fma or cost.shared for cost in self.costs[first : at + 1]):
                 self.loops[first] = max(at, self.loops.get(first, 0))
         self.key_loop = max(self.loops, key=lambda first: self.loops[first] - first)
-        inside = [first for first in self.loops if self.key_loop < first < self.loops[self.key_loop]]
-        self.work = {first: values for first in inside} | {min(inside, default=0): scores}
+        shape, inside = form.shape, range(self.key_loop + 1, self.loops[self.key_loop])
+        #: Multiply-adds of a line, lines of a tile and of a piece of it.
+        self.work = (shape.rows * shape.keys, head_dim, shape.depth), (
+            shape.rows * shape.columns, shape.tile_k, shape.value_keys,
+        )  # fmt: skip
+        with_sums = [at for at in self.loops if at in inside and any(c.fma for c in self._inside(at))]
+        self.scores = min(with_sums, default=0)
+        self.row_reads = shape.rows * (4 if form.has_dense or form.has_mask_map or form.has_mask_mod else 2)
+
+    def _inside(self, first: int) -> list[Cost]:
+        return self.costs[first : self.loops[first] + 1]
 
     def tile(self, is_full: bool) -> Cost:
         """One pass of the key loop."""
@@ -145,56 +142,50 @@ class Code:
 
     def _pass(self, first: int, is_full: bool, depth: int) -> Cost | None:
         """The best path from `first` back to it; None: there is none."""
-        last = self.loops[first]
-        best: dict[int, Cost | None] = {}
-        for at in range(last, first - 1, -1):
-            cost, ends = self.costs[at], [at + 1]
+        best: dict[int, Cost | None] = {first: Cost()}
+        for at in range(self.loops[first], first - 1, -1):
+            cost, label = self.costs[at], self.jumps.get(at, ("", False))
+            ends = [self.labels[label[0]]] if label[1] else [at + 1, self.labels[label[0]]]
             if at in self.loops and at != first:
-                cost, ends = self._loop(at, is_full, depth + 1), [self.loops[at] + 1]
-                for jump in range(at, self.loops[at]):
-                    ends.append(self.labels.get(self.jumps.get(jump, ("", False))[0], -1))
-                ends = [end for end in ends if end > self.loops[at]]
-            elif at in self.jumps:
-                label, is_always = self.jumps[at]
-                target = self.labels.get(label, -1)
-                ends = [target] if is_always else [at + 1, target]
-            rests = [Cost() if end == first else best.get(end) for end in ends if end == first or end > at]
+                cost, last = self._loop(at, is_full, depth + 1), self.loops[at]
+                ends = [self.labels[self.jumps[jump][0]] for jump in range(at, last) if jump in self.jumps]
+                ends = [last + 1, *(end for end in ends if end > last)]
+            rests = (best.get(end) for end in ends if end > at or end == first)
             found = [cost.plus(rest) for rest in rests if rest is not None and cost is not None]
             best[at] = max(found, key=lambda x: (x.needed, -x.issued if is_full else x.issued), default=None)
         return best[first]
 
     def _loop(self, first: int, is_full: bool, depth: int) -> Cost | None:
-        """All passes of a loop around multiply-adds."""
+        """All passes of a loop."""
         once = self._pass(first, is_full, depth)
-        has_branches = any(first <= at < self.loops[first] for at in self.jumps)
-        if once is None or not once.fma or (has_branches and depth > 1 and not is_full):
+        if once is None or not once.fma:
+            return once and Cost().plus(once, self.row_reads / max(once.shared, 1))
+        if depth > 1 and not is_full and any(first <= at < self.loops[first] for at in self.jumps):
             return None
-        per_line, lines, piece = self.work[first]
+        per_line, lines, piece = self.work[first >= self.scores and first > self.loops[self.scores]]
         return Cost().plus(once, (lines if depth == 1 else piece) * per_line / once.fma)
 
 
 def report(case: tuple[str, str, int, int]) -> str:
     """A line of the table."""
     name, dtype, columns, device = case
-    form = form_of(name, dtype, columns)
     set_device(divmod(device, 10))
+    form = form_of(name, dtype, columns)
     said, sass = machine_code(attend_ptx(form), device)
     registers, stack, shared = (
         int(found[1]) if (found := re.search(pattern, said)) else 0
         for pattern in (r"Used (\d+) registers", r"(\d+) bytes stack", r"(\d+) bytes smem")
     )
-    warps = form.shape.num_threads // 32
+    code, shape, warps = Code(sass, form, columns), form.shape, form.shape.num_threads // 32
     blocks = min(65536 // (-(-registers // 8) * 256 * warps), SHARED[device] * 1024 // (shared + 1024))
-    code = Code(sass, form, columns)
     full, partial = code.tile(True), code.tile(False)
-    expected = form.shape.rows * (form.shape.keys * columns + form.shape.columns * form.shape.tile_k)
-    sure = "" if form.result == "weights" or full.fma >= expected else " ?"
-    nbytes = 2 * form.shape.tile_k * columns * np.dtype(dtype).itemsize
-    speed = nbytes / (full.shared * warps) * CLOCKS / 1e12
+    expected = shape.rows * (shape.keys * columns + shape.columns * shape.tile_k)
+    sure = "" if form.result == "weights" or expected <= full.fma < expected * 1.02 + 64 else " ?"
+    speed = 2 * shape.tile_k * columns * np.dtype(dtype).itemsize / (full.shared * warps) * CLOCKS / 1e12
     return (
-        f"{name:15} {dtype:8} {columns:4} {device:4} {registers:5} {stack:6} {shared:7} {blocks:7}"
-        f"{full.issued:8.0f} {full.fma / full.issued:5.1%} {full.spills:6.0f} {partial.issued:8.0f}"
-        f"{speed:7.2f}{sure}"
+        f"{name:15} {dtype} {columns:4} {device:4} {registers:5} {stack:6} {shared:7} {blocks:7} "
+        f"{full.issued:7.0f} {full.fma / full.issued:5.1%} {full.spills:6.0f} {partial.issued:8.0f} "
+        f"{speed:6.2f}{sure}"
     )
 
 
@@ -204,12 +195,11 @@ def main() -> None:
     parser.add_argument("--device", nargs="*", type=int, default=[80, 90, 100], choices=SHARED)
     parser.add_argument("--dtype", nargs="*", default=["float32", "float64"])
     parser.add_argument("--columns", nargs="*", type=int, default=[64, 128])
-    parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
-    print(f"{'':15} {'dtype':8} {'D':>4} {'sm':>4} {'regs':>5} {'stack':>6} {'shared':>7} {'blocks':>7}"
-          f"{'full':>8} {'fma':>5} {'spills':>6} {'partial':>8}{'TB/s':>7}")  # fmt: skip
+    print(f"{'':15} {'dtype':7} {'D':>4} {'sm':>4} {'regs':>5} {'stack':>6} {'shared':>7} {'blocks':>7} "
+          f"{'full':>7} {'fma':>5} {'spills':>6} {'partial':>8} {'TB/s':>6}")  # fmt: skip
     # A process for each: device functions are kept for one device.
-    with get_context("spawn").Pool(asked.jobs, maxtasksperchild=1) as pool:
+    with get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
         for line in pool.imap(report, product(asked.names, asked.dtype, asked.columns, asked.device)):
             print(line, flush=True)
 

@@ -11,24 +11,26 @@ from tests.process import python
 SETUP = """
 import numpy as np
 from numba import types
-from benchmarks.ptx import CUT, SIZES, VIEW, attend_ptx, flat, set_device, to_ptx
+from benchmarks.ptx import SIZES, attend_ptx, flat, set_device, to_ptx, view
 
 set_device(DEVICE)
 """
 
 KERNELS = """
 from fastattn.backends.cuda.combine import combine_kernel
-from fastattn.backends.cuda.form import Form, choose_shape
+from fastattn.backends.cuda.form import Form, Stored, choose_shape
 from fastattn.backends.cuda.kernel import merge_kernel
 
 dtype, head_rows, value_dim, flags, result, bias = FORM
-reals, f64s = flat(getattr(types, dtype)), flat(types.float64)
-form = Form(dtype, choose_shape(dtype, head_rows, value_dim, False), *map(bool, flags), result)
-print(attend_ptx(form, bias))
-merge = merge_kernel(dtype, form.is_natural, form.has_sinks)
-print(to_ptx(merge, (*[reals] * 8, SIZES, types.UniTuple(VIEW, 3), types.int64)))
-words = types.UniTuple(VIEW, 6), types.UniTuple(types.int64, 3), types.int64
-print(to_ptx(combine_kernel(), (f64s, f64s, reals, reals, f64s, reals, *words)))
+stored = Stored(dtype, dtype, dtype, bias, dtype, "uint8")
+form = Form(dtype, choose_shape(dtype, head_rows, value_dim, False), stored, *map(bool, flags), result)
+print(attend_ptx(form))
+parts, results = (types.Tuple([view(n) for n in axes]) for axes in ((0, 0, 0), (4, 3, 0, 0)))
+merge = merge_kernel(form._replace(keeps_sums=True))
+print(to_ptx(merge, (parts, view(1, form.has_sinks), results, SIZES, types.int64)))
+views = types.Tuple([view(n) for n in (4, 3) * 3])
+kernel = combine_kernel("float64", "float64", dtype, dtype, "float64", dtype)
+print(to_ptx(kernel, (views, types.UniTuple(types.int64, 3), types.int64)))
 """
 
 PROBES = """
@@ -59,8 +61,8 @@ numbers = device_function("score_mod", mod, np.dtype(np.float32))
 print(to_ptx(numbers, (types.float32, *[types.int64] * 4), device=True))
 """
 
-PLAIN = (False,) * 9 + (True, True)
-EVERYTHING = (True,) * 9 + (False, False)
+PLAIN = (False,) * 11 + (True, True)
+EVERYTHING = (True,) * 11 + (False, False)
 FORMS = [
     ("float32", 4096, 64, PLAIN, "out", "float32"),
     ("float32", 4096, 128, PLAIN, "out", "float32"),

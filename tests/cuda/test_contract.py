@@ -96,6 +96,19 @@ def test_tiles_of_the_map(engine, tile):
     assert_attention(engine.everything(*arrays, mask=mask), *arrays, mask=allowed)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": (20, None)}], ids=["alone", "window"])
+def test_a_full_tile_of_the_map(engine, options):
+    """Between an empty and a partial one; a window may cut it nevertheless."""
+    arrays = random_arrays(heads=1, len_q=3, len_k=140, head_dim=2)
+    allowed = np.zeros((3, 140), bool)
+    allowed[:, :128] = True
+    allowed[:, 130:135:2] = True
+    mask = GlobalTokens(np.flatnonzero(allowed[0])) & Window(None, None)
+    if options:
+        allowed &= np.arange(140) >= np.arange(3)[:, None] + 117
+    assert_attention(engine.everything(*arrays, mask=mask, **options), *arrays, mask=allowed)
+
+
 @pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4), (1, 2, 3, 0)], ids=str)
 def test_empty_sizes(engine, sizes):
     B, H, L, S = sizes

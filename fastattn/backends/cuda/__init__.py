@@ -26,7 +26,7 @@ function of its name, for a specialisation or the shape of its tiles; its docstr
 function. Arguments have one name in all of them. Beside those of `kernel.attend_kernel`:
 
 - thread: the `Thread` that runs, in `tiles` its number; block, rows, keys: its `Block`, `Rows` and `Keys`;
-- mask_views: the views of start, stop, dense and tile_index; key0: the first key of a tile;
+- key0: the first key of a tile;
 - s: the scores of a thread, ROWS x KEYS, and then their weights; acc: its sums of weights times values,
   ROWS x COLUMNS; row_max, row_sum: the running state of its rows;
 - shared: the shared memory of a block; staged: the registers of a thread for what it has fetched;

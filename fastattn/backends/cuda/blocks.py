@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 
 from fastattn.backends.cuda.form import Form, Shape
+from fastattn.backends.cuda.intrinsics import memory
 from fastattn.backends.cuda.tiles import U, element
 
 
@@ -52,7 +53,7 @@ def find_block(shape: Shape) -> Any:
     @cuda.jit(device=True)
     def find_block(sizes, cut):
         batch, num_heads, num_kv_heads, len_q, _, _, _ = sizes
-        n_tiles, n_column_tiles, _, _, first_item = cut
+        n_tiles, n_column_tiles, _, first_item = cut
         rest = cuda.blockIdx.x
         kv_head, rest = rest % num_kv_heads, rest // num_kv_heads
         column_tile, rest = rest % n_column_tiles, rest // n_column_tiles
@@ -70,13 +71,15 @@ def find_block(shape: Shape) -> Any:
 
 def find_rows(form: Form) -> Any:
     """Fills in the `Rows` of a block; all its threads take part."""
-    TILE_ROWS, HAS_INTERVALS = form.shape.tile_q, form.has_intervals
+    TILE_ROWS, HAS_INTERVALS, HAS_BAND, HAS_LENGTHS = (
+        form.shape.tile_q, form.has_intervals, form.has_band, form.has_lengths,
+    )  # fmt: skip
+    numbers = memory("int64")
 
     @cuda.jit(device=True)
-    def find_rows(rows, block, thread, sizes, q_view, masks, mask_views):
+    def find_rows(rows, block, thread, sizes, q_view, masks):
         _, _, _, len_q, len_k, _, _ = sizes
-        start, stop, _, _, _ = masks
-        start_view, stop_view, _, _ = mask_views
+        band, lengths_view, intervals, _, _, _ = masks
         heads, queries, lines, starts, stops = rows
         item = block.item
         row = thread.number
@@ -85,23 +88,31 @@ def find_rows(form: Form) -> Any:
             head, query = block.kv_head * block.group + at // len_q, at % len_q
             heads[row], queries[row] = head, query
             lines[row] = element(q_view, item, head, query)
-            starts[row], stops[row] = 0, len_k
+            start, stop = 0, len_k
+            if HAS_BAND:
+                left, right, is_at_end = band
+                if HAS_LENGTHS:
+                    stop = numbers(lengths_view)[U(item * lengths_view[1])]
+                position = query + is_at_end * (stop - len_q)
+                start, stop = min(max(start, position - left), len_k), min(stop, position + right + 1)
             if HAS_INTERVALS:
-                starts[row] = start[U(start_view[0] + item * start_view[1] + query * start_view[2])]
-                stops[row] = stop[U(stop_view[0] + item * stop_view[1] + query * stop_view[2])]
+                start_view, stop_view = intervals
+                start = max(start, numbers(start_view)[U(item * start_view[1] + query * start_view[2])])
+                stop = min(stop, numbers(stop_view)[U(item * stop_view[1] + query * stop_view[2])])
+            starts[row], stops[row] = start, max(stop, start)
 
     return find_rows
 
 
 def find_keys(form: Form) -> Any:
     """The `Keys` of these rows in a split, one of split_keys keys of len_k."""
-    TILE_ROWS, HAS_INTERVALS = form.shape.tile_q, form.has_intervals
+    TILE_ROWS, IS_BOUNDED = form.shape.tile_q, form.has_intervals or form.has_band
 
     @cuda.jit(device=True)
     def find_keys(rows, len_k, split, split_keys):
         starts, stops = rows.starts, rows.stops
         low, high, all_start, all_stop = 0, len_k, 0, len_k
-        if HAS_INTERVALS:
+        if IS_BOUNDED:
             low, high = len_k, 0
             for row in range(TILE_ROWS):
                 if starts[row] < stops[row]:

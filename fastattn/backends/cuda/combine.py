@@ -11,6 +11,7 @@ import numpy as np
 from numba import cuda
 
 from fastattn._machine.device import DeviceArray
+from fastattn.backends.cuda.intrinsics import memory
 from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
 from fastattn.backends.cuda.tiles import U, element
 
@@ -53,26 +54,29 @@ def _two(stream: Stream, views: list[View], rows: tuple[int, ...], columns: int)
     blocks = -(-math.prod(inner) * max(columns, 1) // THREADS)
     for outer in product(*map(range, rows[:-3])):
         words = tuple(view.at(outer).words() for view in views)
-        combine_kernel()[blocks, THREADS, stream.launch](
-            *(view.flat for view in views), words, inner, columns
-        )
+        kernel = combine_kernel(*(str(view.dtype) for view in views))
+        kernel[blocks, THREADS, stream.launch](words, inner, columns)
 
 
 @cache
-def combine_kernel() -> Any:
-    """``combine_two(out_a, lse_a, out_b, lse_b, out, lse, views, rows, columns)``: a thread for each column
-    of three axes of rows. a: what is merged already; b: a piece."""
-    EMPTY = -math.inf
+def combine_kernel(*dtypes: str) -> Any:
+    """``combine_two(views, rows, columns)``: a thread for each column of three axes of rows.
 
-    def combine_two(out_a, lse_a, out_b, lse_b, out, lse, views, rows, columns):
+    views: of an out and an lse merged already (a), of a piece (b), and of the result. dtypes: theirs.
+    """
+    EMPTY = -math.inf
+    of_a, of_lse_a, of_b, of_lse_b, of_out, of_lse = map(memory, dtypes)
+
+    def combine_two(views, rows, columns):
         thread, n_columns = cuda.grid(1), max(columns, 1)
         row, column = thread // n_columns, thread % n_columns
         if row >= rows[0] * rows[1] * rows[2]:
             return
         i, j, k = row // rows[2] // rows[1], row // rows[2] % rows[1], row % rows[2]
         view_a, view_lse_a, view_b, view_lse_b, view_out, view_lse = views
-        a = np.float64(lse_a[U(element(view_lse_a, i, j, k))])
-        b = np.float64(lse_b[U(element(view_lse_b, i, j, k))])
+        out_a, out_b, out = of_a(view_a), of_b(view_b), of_out(view_out)
+        a = np.float64(of_lse_a(view_lse_a)[U(element(view_lse_a, i, j, k))])
+        b = np.float64(of_lse_b(view_lse_b)[U(element(view_lse_b, i, j, k))])
         base = a if a > b else b
         if not EMPTY < base < math.inf:
             base = 0.0
@@ -86,6 +90,8 @@ def combine_kernel() -> Any:
             at = element(view_out, i, j, k) + column * view_out[4]
             out[U(at)] = acc if total == 0.0 else acc / total
         if column == 0:
-            lse[U(element(view_lse, i, j, k))] = EMPTY if total == 0.0 else base + math.log(total)
+            of_lse(view_lse)[U(element(view_lse, i, j, k))] = (
+                EMPTY if total == 0.0 else base + math.log(total)
+            )
 
     return cuda.jit(combine_two)

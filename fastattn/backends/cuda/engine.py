@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import product
 from typing import Any
 
@@ -12,7 +11,7 @@ from fastattn._call.problem import AnyProblem
 from fastattn._call.schedule import needs_natural_scores
 from fastattn._machine.constants import LOG2E
 from fastattn._machine.device import DeviceArray
-from fastattn.backends.cuda.form import Form, Shape, choose_shape, keys_of_a_split
+from fastattn.backends.cuda.form import Form, Shape, Stored, choose_shape, keys_of_a_split
 from fastattn.backends.cuda.functions import check_indices, device_function
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel
 from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
@@ -45,82 +44,82 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
     dtype = problem.dtype
     H, K, L = problem.num_heads, problem.num_kv_heads, problem.len_q
     S, D, E, n_lead = problem.len_k, problem.head_dim, problem.value_dim, len(problem.lead)
+    B = problem.lead[-1] if n_lead else 1
 
-    def staged(array: Any, kind: Any) -> View:
+    def staged(array: Any, kind: Any) -> View | None:
         if array is None:
-            return stream.nothing(kind, n_lead + 4)
+            return None
         return stream.view(array) if isinstance(array, DeviceArray) else stream.upload(array, kind)
 
     def result(array: Any, shape: tuple[int, ...]) -> View:
         """Where kernels write it: in place, or where the host copies it from."""
         return stream.view(array) if isinstance(array, DeviceArray) else stream.room(shape, dtype, True)
 
-    mask_map = problem.mask_map
-    key_start, key_stop = problem.intervals()
-    q, k, v = (staged(array, dtype) for array in (problem.query, problem.key, problem.value))
-    start, stop = (staged(array, np.int32) for array in (key_start, key_stop))
-    dense, bias = staged(problem.dense, bool), staged(problem.plain_bias, dtype)
-    sinks = staged(problem.sinks, dtype)
+    mask_map, band = problem.mask_map, problem.band
+    inputs = [staged(array, dtype) for array in (problem.query, problem.key, problem.value)]
+    inputs += [staged(array, dtype) for array in (problem.plain_bias, problem.sinks)]
+    lengths = staged(None if band is None else band.lengths, np.int64)
+    start, stop = (staged(array, np.int64) for array in (problem.key_start, problem.key_stop))
+    dense = staged(problem.dense, bool)
     index = staged(None if mask_map is None else mask_map.index, np.int32)
     bits = staged(None if mask_map is None else mask_map.bits, np.uint32)
     out, lse = result(problem.out, problem.out.shape), result(problem.lse, problem.out.shape[:-1])
+    weights = None if problem.weights is None else result(problem.weights, problem.weights.shape)
 
     head_rows = H // K * L
     shape = choose_shape(str(dtype), head_rows, E, SIMULATED)
     split_keys = keys_of_a_split(head_rows, SIMULATED)
     n_splits = max(1, -(-S // split_keys))
-    are_packed = all(x.is_packed(dtype, shape.span) for x in (q, k, v))
-    form = _form(problem, shape, key_start is not None, are_packed, "out" if n_splits == 1 else "parts")
-    n_tiles = -(-head_rows // shape.tile_q)
-    tiles_and_splits = (n_tiles, max(1, -(-E // shape.tile_columns)), n_splits, split_keys)
+    form = _form(problem, shape, [*inputs, dense], "out" if n_splits == 1 else "parts")
+    cut = (-(-head_rows // shape.tile_q), max(1, -(-E // shape.tile_columns)), split_keys)
     factor = 1.0 if form.is_natural else LOG2E
     scale, softcap = form.real(problem.scale * factor), form.real(problem.softcap or 0)
 
-    B = problem.lead[-1] if n_lead else 1
     sizes = (B, H, K, L, S, D, E)
-    n_rows = B * H * L
-    row_max, row_sum = stream.empty(n_rows, dtype), stream.empty(n_rows, dtype)
-    parts = maxima = sums = None
+    rows = (B * H * L,)
+    state = [stream.room(rows, dtype) for _ in range(2)] if form.keeps_sums else [None, None]
+    parts: list[View] = []
     if n_splits > 1:
-        parts = stream.empty(n_splits * n_rows * E, dtype)
-        maxima, sums = stream.empty(n_splits * n_rows, dtype), stream.empty(n_splits * n_rows, dtype)
-    weights = out if problem.weights is None else result(problem.weights, problem.weights.shape)
-
+        parts = [stream.room((n_splits, *rows, n), dtype) for n in (E, 1, 1)]
     mods, aux = _functions(problem, stream)
-    masks = (start.flat, stop.flat, dense.flat, index.flat, bits.flat)
 
-    def attend(form: Form, cut: tuple[int, ...], views: Any, to: Any, to_max: Any, to_sum: Any) -> None:
-        blocks = math.prod((*cut[:3], K, B))
+    def attend(form: Form, cut: tuple[int, int, int], first_item: int, *views: tuple[Any, ...]) -> None:
+        blocks = cut[0] * cut[1] * n_splits * K * B
         attend_kernel(form, **mods)[blocks, form.shape.num_threads, stream.launch](
-            q.flat, k.flat, v.flat, masks, bias.flat, sinks.flat, aux, to, lse.flat, to_max, to_sum,
-            sizes, cut, views, scale, softcap,
-        )  # fmt: skip
+            *views, sizes, (*cut, first_item), aux, scale, softcap
+        )
 
     for n, outer in enumerate(product(*map(range, problem.lead[:-1]))):
 
-        def words(*views: View, outer: tuple[int, ...] = outer) -> tuple[Any, ...]:
-            return tuple(view.at(outer).with_axes(0 if n_lead else 1).words() for view in views)
+        def words(view: View | None, outer: tuple[int, ...] = outer) -> tuple[Any, ...]:
+            return () if view is None else view.at(outer).with_axes(0 if n_lead else 1).words()
 
-        inputs = (*words(q, k, v, start, stop, dense, index, bias), sinks.words())
-        to_results = words(out, lse)
-        cut = (*tiles_and_splits, n * B)
+        sinks = _words(inputs[4])
+        read = (*map(words, inputs[:4]), sinks)
+        masks = (
+            () if band is None else (band.left, band.right, int(band.at_end)), words(lengths),
+            () if start is None else (words(start), words(stop)), words(dense), words(index),
+            _words(bits)[:1],
+        )  # fmt: skip
+        results = (words(out), words(lse), *map(_words, state))
         if n_splits == 1:
-            attend(form, cut, (*inputs, *to_results), out.flat, row_max, row_sum)
+            attend(form, cut, n * B, read, masks, results)
         else:
-            attend(form, cut, (*inputs, *to_results), parts, maxima, sums)
-            merge = merge_kernel(form.dtype, form.is_natural, form.has_sinks)
-            merge[-(-n_rows * max(E, 1) // MERGE_THREADS), MERGE_THREADS, stream.launch](
-                parts, maxima, sums, sinks.flat, out.flat, lse.flat, row_max, row_sum, sizes,
-                (inputs[-1], *to_results), n_splits,
-            )  # fmt: skip
-        if problem.weights is not None and S > 0:
-            attend(
-                form._replace(result="weights"), (n_tiles, 1, *cut[2:]), (*inputs, *words(weights, lse)),
-                weights.flat, row_max, row_sum,
-            )  # fmt: skip
+            part_words = tuple(part.words()[:1] for part in parts)
+            attend(form, cut, n * B, read, masks, (part_words[0], (), *part_words[1:]))
+            merge_kernel(form)[-(-rows[0] * max(E, 1) // MERGE_THREADS), MERGE_THREADS, stream.launch](
+                part_words, sinks, results, sizes, n_splits
+            )
+        if weights is not None and S > 0:
+            results = (words(weights), (), *map(_words, state))
+            attend(form._replace(result="weights"), (cut[0], 1, cut[2]), n * B, read, masks, results)
     for array, view in ((problem.out, out), (problem.lse, lse), (problem.weights, weights)):
-        if isinstance(array, np.ndarray):
-            stream.download(view.flat, array)
+        if isinstance(array, np.ndarray) and view is not None:
+            stream.download(view, array)
+
+
+def _words(view: View | None) -> tuple[Any, ...]:
+    return () if view is None else view.words()
 
 
 def _functions(problem: AnyProblem, stream: Stream) -> tuple[dict[str, Any], tuple[Any, ...]]:
@@ -134,17 +133,21 @@ def _functions(problem: AnyProblem, stream: Stream) -> tuple[dict[str, Any], tup
     return mods, tuple(map(stream.argument, next((mod.aux for mod in given.values()), ())))
 
 
-def _form(problem: AnyProblem, shape: Shape, has_intervals: bool, are_packed: bool, result: str) -> Form:
-    """How the kernel is cut."""
-    D, E = problem.head_dim, problem.value_dim
+def _form(problem: AnyProblem, shape: Shape, views: list[View | None], result: str) -> Form:
+    """How the kernel is cut. views: those of the arrays of `Stored`."""
+    D, E, dtype = problem.head_dim, problem.value_dim, problem.dtype
     # Times log2(e), a large scale or soft-cap would make infinite what is not.
     is_natural = (
         needs_natural_scores(problem) or problem.softcap is not None or abs(problem.scale) * LOG2E > 1
     )
+    stored = Stored(*(str(dtype if view is None else view.dtype) for view in views))
+    are_packed = all(view.is_packed(dtype, shape.span) for view in views[:3] if view is not None)
+    band = problem.band
     return Form(
-        str(problem.dtype), shape, has_intervals, problem.dense is not None, problem.mask_map is not None,
+        str(dtype), shape, stored, band is not None, band is not None and band.lengths is not None,
+        problem.key_start is not None, problem.dense is not None, problem.mask_map is not None,
         bool(problem.bias), problem.softcap is not None, problem.sinks is not None,
         problem.score_mod is not None, problem.mask_mod is not None, is_natural,
         D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0,
-        D % shape.span == E % shape.span == 0 and are_packed, result,
+        D % shape.span == E % shape.span == 0 and are_packed, result, problem.weights is not None,
     )  # fmt: skip

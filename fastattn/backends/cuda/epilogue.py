@@ -10,6 +10,7 @@ import numpy as np
 from numba import cuda
 
 from fastattn.backends.cuda.form import Form
+from fastattn.backends.cuda.intrinsics import memory
 from fastattn.backends.cuda.tiles import U, element, place
 
 
@@ -43,21 +44,23 @@ def mask_scores(form: Form) -> Any:
     """s += bias, and -inf where the bias is -inf or the score's bit of `allowed` is 0."""
     real, shape, HAS_BIAS = form.real, form.shape, form.has_bias
     ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
-    MASKED = real(-math.inf)
+    MASKED, elements = real(-math.inf), memory(form.stored.bias)
     row_in_tile, in_tile = place(shape.row_vector), place(shape.vector)
 
     @cuda.jit(device=True)
-    def mask_scores(s, allowed, bias, bias_view, rows, block, key0, thread):
+    def mask_scores(s, allowed, bias_view, rows, block, key0, thread):
         for i in range(ROWS):
             row = row_in_tile(i, thread.y, THREADS_Q)
-            to_bias = element(bias_view, block.item, rows.heads[row], rows.queries[row])
+            to_bias = 0
+            if HAS_BIAS:
+                to_bias = element(bias_view, block.item, rows.heads[row], rows.queries[row])
             for c in range(KEYS):
                 x = MASKED
                 if (allowed >> U(i * KEYS + c)) & U(1) != U(0):
                     x = s[i, c]
                     if HAS_BIAS:
                         key = key0 + in_tile(c, thread.x, THREADS_K)
-                        one = real(bias[U(to_bias + key * bias_view[4])])
+                        one = real(elements(bias_view)[U(to_bias + key * bias_view[4])])
                         x = MASKED if one == MASKED else x + one
                 s[i, c] = x
 

@@ -41,11 +41,25 @@ class Shape(NamedTuple):
         return self.columns * self.threads_k
 
 
+class Stored(NamedTuple):
+    """The dtypes of arrays in memory; of absent ones any."""
+
+    q: str
+    k: str
+    v: str
+    bias: str
+    sinks: str
+    dense: str
+
+
 class Form(NamedTuple):
     """What a kernel is compiled for."""
 
     dtype: str  #: "float32" or "float64"
     shape: Shape
+    stored: Stored
+    has_band: bool
+    has_lengths: bool  #: of the keys of each item, in a band
     has_intervals: bool
     has_dense: bool
     has_mask_map: bool
@@ -58,6 +72,7 @@ class Form(NamedTuple):
     is_even: bool  #: depth divides head_dim, and the columns of a tile the value's
     is_packed: bool  #: queries, keys and values lie in whole spans of 16 bytes
     result: str = "out"  #: or "parts", of splits for `merge`, or "weights", once the sums are known
+    keeps_sums: bool = False  #: for "weights": maxima and sums are stored, as for "parts" always
 
     @property
     def real(self) -> type[np.floating]:

@@ -1,4 +1,4 @@
-"""What Numba cannot express: loads of 16 bytes, the hardware's power of two and maximum.
+"""What Numba cannot express: arrays by address, loads of 16 bytes, the hardware's power of two and maximum.
 
 In the simulator each is a Python function with the same result. Modules that only numba-cuda has are imported
 inside functions, as Numba's own CUDA target takes its place where it is not installed.
@@ -13,6 +13,42 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import config, cuda
+
+
+@cache
+def memory(dtype: str) -> Any:
+    """``memory(view)``: the elements in memory from the first one of a view on.
+
+    A Numba array would be seven arguments of a kernel, each of which takes time at every launch.
+    """
+    if config.ENABLE_CUDASIM:
+
+        @cuda.jit(device=True)
+        def simulated_memory(view):
+            return view[0]
+
+        return simulated_memory
+
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+    from numba.cuda.np.numpy_support import from_dtype
+
+    kind = from_dtype(np.dtype(dtype))
+
+    @intrinsic
+    def pointer(context, address):
+        def codegen(context, builder, signature, arguments):
+            stored = context.get_data_type(kind)
+            on_device = builder.inttoptr(arguments[0], ir.PointerType(stored, addrspace=1))
+            return builder.addrspacecast(on_device, stored.as_pointer())
+
+        return types.CPointer(kind)(address), codegen
+
+    @cuda.jit(device=True)
+    def memory(view):
+        return pointer(view[0])
+
+    return memory
 
 
 @cache
@@ -34,9 +70,9 @@ def vector_fetch(count: int) -> Any:
     @intrinsic
     def fetch_vector(context, array, at, staged, to):
         def codegen(context, builder, signature, arguments):
-            source, target = (make_array(signature.args[n])(context, builder, arguments[n]) for n in (0, 2))
+            target = make_array(signature.args[2])(context, builder, arguments[2])
             vector = ir.VectorType(context.get_data_type(array.dtype), count)
-            first = builder.gep(source.data, [arguments[1]])
+            first = builder.gep(arguments[0], [arguments[1]])
             loaded = builder.load(builder.bitcast(first, vector.as_pointer()), align=16)
             for e in range(count):
                 place = builder.add(arguments[3], ir.Constant(arguments[3].type, e))

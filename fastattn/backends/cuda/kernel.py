@@ -1,8 +1,7 @@
 """The kernels: `attend`, which is score, softmax and accumulate over tiles of keys, and `merge`. See the
 package's docstring.
 
-Each array is passed as its flat memory, its first element's place and its strides in elements: an index is a
-sum.
+Each array is passed as the address of its first element and its strides in elements: an index is a sum.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from numba import config, cuda
 from fastattn.backends.cuda import blocks, epilogue, mask_tile, stages, tiles
 from fastattn.backends.cuda.blocks import Rows
 from fastattn.backends.cuda.form import Form
+from fastattn.backends.cuda.intrinsics import memory
 from fastattn.backends.cuda.tiles import Thread, U, element
 from fastattn.masks.map import EMPTY, FULL
 
@@ -26,15 +26,15 @@ ALIGNMENT = None if config.ENABLE_CUDASIM else 16
 
 @cache
 def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> Any:
-    """``attend(q, k, v, masks, bias, sinks, aux, out, lse, row_max, row_sum, sizes, cut, views, scale,
-    softcap)``.
+    """``attend(inputs, masks, results, sizes, cut, aux, scale, softcap)``.
 
-    masks: start and stop, ``(B, L)``, dense, tile_index, tile_bits. aux: what the functions read. sizes: B,
-    H, K, L, S, D, E. cut: query tiles, tiles of the value's columns, splits of the keys, keys of a split,
-    and the functions' number of the first item. views: the beginning and four strides of q, k, v, start,
-    stop, dense, tile_index, bias, sinks ``(H,)``, out ``(B, H, L, E)`` and lse ``(B, H, L)``. scale: times
-    log2(e) unless the scores are natural. Arguments absent from this specialisation are ignored. Other dtypes
-    are converted as they are read.
+    inputs: q, k, v, bias, sinks. masks: band, lengths, intervals, dense, tile_index, tile_bits. results: out,
+    lse, row_max, row_sum. Each is a view, the address of its first element and its strides in elements, or
+    empty where this specialisation has none. band: how many keys on the left and on the right of its own a
+    query may attend to, and 1 where the last query is aligned with the last key, else 0. intervals: the views
+    of starts and stops, ``(B, L)``. sizes: B, H, K, L, S, D, E. cut: query tiles, tiles of
+    the value's columns, keys of a split, and the functions' number of the first item. aux: what the functions
+    read. scale: times log2(e) unless the scores are natural. Other dtypes are converted as they are read.
 
     There is a block of threads for each query tile, tile of columns, key/value head, split and batch item.
     row_max and row_sum, contiguous, receive the maxima that weights are relative to, and the sums of weights.
@@ -54,6 +54,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     IS_WEIGHTS, ZERO, MASKED = form.result == "weights", real(0), real(-math.inf)
     ALL = U((1 << ROWS * KEYS) - 1)  # a bit for each score of a thread
 
+    queries_of, keys_of, values_of = memory(form.stored.q), memory(form.stored.k), memory(form.stored.v)
     find_block, find_rows = blocks.find_block(shape), blocks.find_rows(form)
     find_keys, map_state = blocks.find_keys(form), mask_tile.map_state(form)
     allowed_bits = mask_tile.allowed_bits(form, mask_mod)
@@ -63,9 +64,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     softmax, put_weights, accumulate = stages.softmax(form), stages.put_weights(form), stages.accumulate(form)
     write_weights, finish = stages.write_weights(form), stages.finish(form)
 
-    def attend(
-        q, k, v, masks, bias, sinks, aux, out, lse, row_max, row_sum, sizes, cut, views, scale, softcap
-    ):  # fmt: skip
+    def attend(inputs, masks, results, sizes, cut, aux, scale, softcap):
         shared = cuda.shared.array(SHARED, real, alignment=ALIGNMENT)
         heads = cuda.shared.array(TILE_ROWS, np.int32)
         queries = cuda.shared.array(TILE_ROWS, np.int32)
@@ -80,26 +79,26 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
         staged = cuda.local.array(STAGED_SCORES, real)
         staged_values = cuda.local.array(STAGED_VALUES, real)
 
-        q_view, k_view, v_view, bias_view = views[0], views[1], views[2], views[7]
-        mask_views, result_views = views[3:7], views[8:]
+        q_view, k_view, v_view, bias_view, sink_view = inputs
+        q, k, v = queries_of(q_view), keys_of(k_view), values_of(v_view)
         _, _, _, _, len_k, head_dim, value_dim = sizes
         number = cuda.threadIdx.x
         thread, block = Thread(number, number % THREADS_K, number // THREADS_K), find_block(sizes, cut)
         rows = Rows(heads, queries, lines, starts, stops)
-        find_rows(rows, block, thread, sizes, q_view, masks, mask_views)
+        find_rows(rows, block, thread, sizes, q_view, masks)
         for i in range(ROWS):
             own_max[i], own_sum[i] = MASKED, ZERO
             for c in range(COLUMNS):
                 acc[i, c] = ZERO
         cuda.syncthreads()
-        keys = find_keys(rows, len_k, block.split, cut[3])
+        keys = find_keys(rows, len_k, block.split, cut[2])
 
         for key0 in range(keys.low // TILE_KEYS * TILE_KEYS, keys.high, TILE_KEYS):
             n_keys = min(TILE_KEYS, keys.high - key0)
             # Whether all rows may attend to all keys.
             is_full = n_keys == TILE_KEYS and keys.all_start <= key0 and key0 + TILE_KEYS <= keys.all_stop
             if HAS_MASK_MAP:
-                state = map_state(masks, mask_views, rows, block, key0, thread)
+                state = map_state(masks, rows, block, key0, thread)
                 if state == EMPTY:
                     continue
                 is_full = is_full and state == FULL
@@ -107,7 +106,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
                 is_full = False
             allowed = ALL
             if not is_full:
-                allowed = allowed_bits(masks, mask_views, aux, rows, block, keys, key0, thread)
+                allowed = allowed_bits(masks, aux, rows, block, keys, key0, thread)
                 if HAS_MASKS and cuda.syncthreads_or(np.int32(allowed != U(0))) == 0:
                     continue
                 if HAS_TESTS:
@@ -117,9 +116,9 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
             score(s, q, k, lines, q_view, k_view, at_k, n_keys, head_dim, thread, shared, staged)
             modify_scores(s, scale, softcap, aux, rows, block, key0, len_k, thread)
             if HAS_BIAS or not is_full:
-                mask_scores(s, allowed, bias, bias_view, rows, block, key0, thread)
+                mask_scores(s, allowed, bias_view, rows, block, key0, thread)
             if IS_WEIGHTS:
-                write_weights(s, row_max, row_sum, out, result_views[1], rows, block, sizes, key0, thread)
+                write_weights(s, results, rows, block, sizes, key0, thread)
                 continue
             at_v = element(v_view, block.item, block.kv_head, key0)
             nonfinite = fetch_values(  # the first of them, which are on their way during the softmax
@@ -136,29 +135,30 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
                 staged_values,
             )  # fmt: skip
         if not IS_WEIGHTS:
-            results = out, lse, row_max, row_sum
-            finish(acc, own_max, own_sum, sinks, results, result_views, rows, block, sizes, thread, shared)
+            finish(acc, own_max, own_sum, sink_view, results, rows, block, sizes, thread, shared)
 
     return cuda.jit(attend)
 
 
 @cache
-def merge_kernel(dtype: str, is_natural: bool, has_sinks: bool) -> Any:
-    """``merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, views, n_splits)``.
+def merge_kernel(form: Form) -> Any:
+    """``merge(parts, sink_view, results, sizes, n_splits)``.
 
     Merges the partial results of the splits, with the sinks, and divides by the sums of the weights.
 
-    parts, maxima and sums are what `attend` wrote to out, row_max and row_sum. views: of sinks, out and lse.
-    All else is as in `attend_kernel`. There is a thread for each column of each row ``(B, H, L)``.
+    parts: the views of what `attend` wrote to out, row_max and row_sum. All else is as in `attend_kernel`.
+    There is a thread for each column of each row ``(B, H, L)``.
     """
-    real = np.dtype(dtype).type
+    real, reals, stored_sinks = form.real, memory(form.dtype), memory(form.stored.sinks)
+    HAS_SINKS, KEEPS_SUMS = form.has_sinks, form.keeps_sums
     ZERO, MASKED = real(0), real(-math.inf)
-    UNIT = stages.natural_unit(dtype, is_natural)
-    weigh = stages.power(dtype, is_natural)
+    UNIT = stages.natural_unit(form.dtype, form.is_natural)
+    weigh = stages.power(form.dtype, form.is_natural)
 
-    def merge(parts, maxima, sums, sinks, out, lse, row_max, row_sum, sizes, views, n_splits):
+    def merge(parts, sink_view, results, sizes, n_splits):
         batch, num_heads, _, len_q, _, _, value_dim = sizes
-        sink_view, out_view, lse_view = views
+        acc_of, maxima, sums = reals(parts[0]), reals(parts[1]), reals(parts[2])
+        out_view, lse_view, max_view, sum_view = results
         n_rows, n_columns = batch * num_heads * len_q, max(value_dim, 1)
         thread = cuda.grid(1)
         row, column = thread // n_columns, thread % n_columns
@@ -166,8 +166,8 @@ def merge_kernel(dtype: str, is_natural: bool, has_sinks: bool) -> Any:
             return
         item, head, query = row // len_q // num_heads, row // len_q % num_heads, row % len_q
         sink = MASKED
-        if has_sinks:
-            sink = real(sinks[U(sink_view[0] + head * sink_view[1])])
+        if HAS_SINKS:
+            sink = real(stored_sinks(sink_view)[U(head * sink_view[1])])
         top = sink
         for split in range(n_splits):
             x = maxima[U(split * n_rows + row)]
@@ -181,14 +181,15 @@ def merge_kernel(dtype: str, is_natural: bool, has_sinks: bool) -> Any:
                 is_empty = False
             whole_sum = cuda.fma(weight, sums[U(line)], whole_sum)
             if value_dim > 0:
-                acc = cuda.fma(weight, parts[U(line * value_dim + column)], acc)
+                acc = cuda.fma(weight, acc_of[U(line * value_dim + column)], acc)
         if value_dim > 0:
             line = element(out_view, item, head, query)
             # + 0 turns -0 into 0, as in `attend`.
-            out[U(line + column * out_view[4])] = ZERO if is_empty else acc / whole_sum + ZERO
+            reals(out_view)[U(line + column * out_view[4])] = ZERO if is_empty else acc / whole_sum + ZERO
         if column == 0:
-            row_max[U(row)], row_sum[U(row)] = base, whole_sum
+            if KEEPS_SUMS:
+                reals(max_view)[U(row)], reals(sum_view)[U(row)] = base, whole_sum
             one = sink if is_empty else base * UNIT + real(math.log(whole_sum))
-            lse[U(element(lse_view, item, head, query))] = one
+            reals(lse_view)[U(element(lse_view, item, head, query))] = one
 
     return cuda.jit(merge)

@@ -8,17 +8,19 @@ import numpy as np
 from numba import cuda
 
 from fastattn.backends.cuda.form import Form
+from fastattn.backends.cuda.intrinsics import memory
 from fastattn.backends.cuda.tiles import U, apart, element
 from fastattn.masks.map import EMPTY, FULL, INDEX_EMPTY, INDEX_FULL, PARTIAL, TILE_K, TILE_Q, WORDS
 
 
 def map_state(form: Form) -> Any:
     """What the mask map lets the rows of the block attend to in a tile of keys: EMPTY, PARTIAL or FULL."""
-    TILE_ROWS = form.shape.tile_q
+    TILE_ROWS, entries = form.shape.tile_q, memory("int32")
 
     @cuda.jit(device=True)
-    def map_state(masks, mask_views, rows, block, key0, thread):
-        tile_index, view = masks[3], mask_views[3]
+    def map_state(masks, rows, block, key0, thread):
+        view = masks[4]
+        tile_index = entries(view)
         row = U(thread.number % TILE_ROWS)
         line = element(view, block.item, rows.heads[row], rows.queries[row] // TILE_Q)
         entry = tile_index[U(line + key0 // TILE_K * view[4])]
@@ -34,10 +36,12 @@ def map_bits(form: Form) -> Any:
     shape = form.shape
     VECTOR, GROUPS, APART = shape.vector, shape.keys // shape.vector, shape.vector * shape.threads_k
     GROUP = U((1 << VECTOR) - 1)  # adjacent keys, in one word
+    entries, words = memory("int32"), memory("uint32")
 
     @cuda.jit(device=True)
-    def map_bits(masks, mask_views, block, head, query, first):
-        tile_index, tile_bits, view = masks[3], masks[4], mask_views[3]
+    def map_bits(masks, block, head, query, first):
+        view = masks[4]
+        tile_index, tile_bits = entries(view), words(masks[5])
         line = element(view, block.item, head, query // TILE_Q)
         entry = tile_index[U(line + first // TILE_K * view[4])]
         bits = U(0)
@@ -62,25 +66,28 @@ def allowed_bits(form: Form, mask_mod: Any) -> Any:
     ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
     VECTOR, ROW_VECTOR = shape.vector, shape.row_vector
     HAS_MASK_MOD, row_offset, offset = form.has_mask_mod, apart(ROW_VECTOR), apart(VECTOR)
-    bits_of_map, ALL = map_bits(form), U((1 << shape.keys) - 1)
+    bits_of_map, ALL, elements = map_bits(form), U((1 << shape.keys) - 1), memory(form.stored.dense)
 
     @cuda.jit(device=True)
-    def allowed_bits(masks, mask_views, aux, rows, block, keys, key0, thread):
-        dense, view, bits = masks[2], mask_views[2], U(0)
+    def allowed_bits(masks, aux, rows, block, keys, key0, thread):
+        view, bits = masks[3], U(0)
         first, low, high = key0 + thread.x * VECTOR, np.int32(keys.low), np.int32(keys.high)
         for i in range(ROWS):
             row = U(thread.y * ROW_VECTOR) + row_offset(i, THREADS_Q)
             head, query = np.int64(rows.heads[row]), np.int64(rows.queries[row])
             start = np.int32(max(rows.starts[row], low) - first)
             stop = np.int32(min(rows.stops[row], high) - first)
-            line = element(view, block.item, head, query) + first * view[4] if HAS_DENSE else 0
-            given = bits_of_map(masks, mask_views, block, head, query, first) if HAS_MASK_MAP else ALL
+            line, given = 0, ALL
+            if HAS_DENSE:
+                line = element(view, block.item, head, query) + first * view[4]
+            if HAS_MASK_MAP:
+                given = bits_of_map(masks, block, head, query, first)
             here = U(0)
             for c in range(KEYS):
                 key = np.int64(offset(c, THREADS_K))  # from `first` on
                 allowed = start <= np.int32(key) < stop and given >> U(c) & U(1) != U(0)
                 if HAS_DENSE and allowed:
-                    allowed = dense[U(line + key * view[4])] != 0
+                    allowed = elements(view)[U(line + key * view[4])] != 0
                 if HAS_MASK_MOD and allowed:
                     allowed = mask_mod(block.named_item, head, query, first + key, *aux)
                 if allowed:

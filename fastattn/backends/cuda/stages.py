@@ -11,7 +11,7 @@ from numba import cuda
 
 from fastattn.backends.cuda import tiles
 from fastattn.backends.cuda.form import Form
-from fastattn.backends.cuda.intrinsics import larger, power_of_two
+from fastattn.backends.cuda.intrinsics import larger, memory, power_of_two
 from fastattn.backends.cuda.tiles import U, element, layout
 
 
@@ -201,18 +201,17 @@ def accumulate(form: Form) -> Any:
 
 
 def write_weights(form: Form) -> Any:
-    """Writes the softmax of the scores of the keys from key0 on to `out`, which holds zeros.
-
-    row_max and row_sum are in memory, those of all rows.
-    """
-    shape, MASKED = form.shape, form.real(-math.inf)
+    """Writes the softmax of the scores of the keys from key0 on to the weights, which hold zeros."""
+    shape, MASKED, reals = form.shape, form.real(-math.inf), memory(form.dtype)
     ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
     weigh = power(form.dtype, form.is_natural)
     row_place, place = tiles.place(shape.row_vector), tiles.place(shape.vector)
 
     @cuda.jit(device=True)
-    def write_weights(s, row_max, row_sum, out, out_view, rows, block, sizes, key0, thread):
+    def write_weights(s, results, rows, block, sizes, key0, thread):
         _, num_heads, _, len_q, _, _, _ = sizes
+        out_view, _, max_view, sum_view = results
+        out, row_max, row_sum = reals(out_view), reals(max_view), reals(sum_view)
         for i in range(ROWS):
             row = row_place(i, thread.y, THREADS_Q)
             if block.row0 + row < block.n_rows:
@@ -231,10 +230,10 @@ def write_weights(form: Form) -> Any:
 def finish(form: Form) -> Any:
     """The results of a thread's rows and columns, from the state after all keys.
 
-    results are out, lse, row_max and row_sum of `kernel.attend_kernel`, result_views those of sinks, out and
-    lse.
+    sink_view and results are as in `kernel.attend_kernel`.
     """
-    real, shape = form.real, form.shape
+    real, shape, reals, stored_sinks = form.real, form.shape, memory(form.dtype), memory(form.stored.sinks)
+    KEEPS_SUMS = form.keeps_sums or form.result == "parts"
     ROWS, COLUMNS, THREADS_Q, THREADS_K = shape.rows, shape.columns, shape.threads_q, shape.threads_k
     HAS_SINKS, IS_EVEN, IS_PARTS = form.has_sinks, form.is_even, form.result == "parts"
     ZERO, ONE, MASKED, UNIT = real(0), real(1), real(-math.inf), natural_unit(form.dtype, form.is_natural)
@@ -248,10 +247,10 @@ def finish(form: Form) -> Any:
     sum_rows = tiles.reduce_rows(shape, add)
 
     @cuda.jit(device=True)
-    def finish(acc, row_max, row_sum, sinks, results, result_views, rows, block, sizes, thread, shared):
+    def finish(acc, row_max, row_sum, sink_view, results, rows, block, sizes, thread, shared):
         batch, num_heads, _, len_q, _, _, value_dim = sizes
-        out, lse, to_max, to_sum = results
-        sink_view, out_view, lse_view = result_views
+        out_view, lse_view, max_view, sum_view = results
+        out = reals(out_view)
         item = block.item
         sum_rows(row_sum, shared, thread.number)
         for i in range(ROWS):
@@ -264,7 +263,7 @@ def finish(form: Form) -> Any:
                 if not IS_PARTS:
                     sink = MASKED
                     if HAS_SINKS:
-                        sink = real(sinks[U(sink_view[0] + head * sink_view[1])])
+                        sink = real(stored_sinks(sink_view)[U(head * sink_view[1])])
                     top = max(row_max[i], sink)
                     base = top if top > MASKED else ZERO
                     rescale = weigh(row_max[i] - base)
@@ -274,9 +273,9 @@ def finish(form: Form) -> Any:
                     at, step = element(out_view, item, head, query), out_view[4]
                     if block.column_tile == 0 and thread.x == 0:
                         one = sink if is_empty else base * UNIT + real(math.log(whole_sum))
-                        lse[U(element(lse_view, item, head, query))] = one
-                if block.column_tile == 0 and thread.x == 0:
-                    to_max[U(line)], to_sum[U(line)] = base, whole_sum
+                        reals(lse_view)[U(element(lse_view, item, head, query))] = one
+                if KEEPS_SUMS and block.column_tile == 0 and thread.x == 0:
+                    reals(max_view)[U(line)], reals(sum_view)[U(line)] = base, whole_sum
                 for c in range(COLUMNS):
                     column = block.column0 + place(c, thread.x, THREADS_K)
                     if IS_EVEN or column < value_dim:

@@ -1,11 +1,12 @@
 """A stream of one GPU, and what is done on it in order: memory made and freed, copies, launches.
 
 Memory comes from the device's pool and goes back to it in the order of the stream: neither waits for the GPU.
-Kernels see it as arrays of one axis.
+Kernels get addresses, so whoever launches one holds the views of what it reads until then.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 from collections.abc import Iterator
@@ -25,9 +26,12 @@ LEGACY_DEFAULT, PER_THREAD_DEFAULT = 1, 2
 
 
 class View(NamedTuple):
-    """An array on the device: its flat memory, and the places of its elements in that."""
+    """An array on the device: its memory, and the places of its elements in that."""
 
-    flat: Any
+    owner: Any  #: must live as long
+    address: int  #: of the memory
+    size: int  #: elements in it
+    dtype: np.dtype
     start: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]  #: in elements
@@ -35,27 +39,48 @@ class View(NamedTuple):
     def at(self, outer: tuple[int, ...]) -> View:
         """The rest of the array at an index on its first axes."""
         start = self.start + sum(n * stride for n, stride in zip(outer, self.strides, strict=False))
-        return View(self.flat, start, self.shape[len(outer) :], self.strides[len(outer) :])
+        return self._replace(start=start, shape=self.shape[len(outer) :], strides=self.strides[len(outer) :])
 
     def is_packed(self, dtype: np.dtype, span: int) -> bool:
         """Whether it has this dtype, and each row consists of whole spans at addresses that are multiples of
         a span."""
         rows = (self.start, *self.strides[:-1])
         return (
-            self.flat.dtype == dtype
+            self.dtype == dtype
             and self.strides[-1] == 1
             and not any(step % span for step in rows)
-            and _address(self.flat) % (span * dtype.itemsize) == 0
+            and self.address % (span * dtype.itemsize) == 0
         )
 
     def with_axes(self, count: int) -> View:
         """With `count` more axes of length 1 in front."""
-        return View(self.flat, self.start, (1,) * count + self.shape, (0,) * count + self.strides)
+        return self._replace(shape=(1,) * count + self.shape, strides=(0,) * count + self.strides)
 
-    def words(self) -> tuple[int, int, int, int, int]:
-        """What kernels read: the start and four strides."""
-        one, two, three, four = (*self.strides, 0, 0, 0, 0)[:4]
-        return self.start, one, two, three, four
+    def words(self) -> tuple[Any, ...]:
+        """What kernels read: the address of the first element, and the strides."""
+        first = SimulatedMemory(self) if SIMULATED else self.address + self.start * self.dtype.itemsize
+        return first, *self.strides
+
+
+class SimulatedMemory:
+    """What an address is in Numba's simulator. None is read or written outside of the memory."""
+
+    def __init__(self, view: View) -> None:
+        nbytes = view.size * view.dtype.itemsize
+        raw = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(view.address))
+        self._elements, self._start = raw.view(view.dtype), view.start
+
+    def _place(self, index: Any) -> int:
+        """Indices are unsigned, and those before the first element wrap around."""
+        place = self._start + (int(index) + (1 << 63)) % (1 << 64) - (1 << 63)
+        assert place >= 0
+        return place
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._elements[self._place(index)]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._elements[self._place(index)] = value
 
 
 class Stream:
@@ -65,28 +90,16 @@ class Stream:
         import cuda.core as core
 
         self.number = number
-        self._nothing: dict[np.dtype, Any] = {}
         self.launch: Any = cuda.external_stream(number)  #: what Numba launches kernels on
         self._pool = core.DeviceMemoryResource(device)
         self._core_stream = _core_stream(number)
 
-    def empty(self, count: int, dtype: Any, filled_with_zeros: bool = False) -> Any:
-        """A flat array, of at least one element."""
-        dtype, count = np.dtype(dtype), max(count, 1)
-        address, owner = self._allocate(count * dtype.itemsize, filled_with_zeros)
-        return self._array(address, (count,), dtype, owner)
-
     def room(self, shape: tuple[int, ...], dtype: Any, filled_with_zeros: bool = False) -> View:
         """A new array, C-contiguous."""
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        return View(self.empty(math.prod(shape), dtype, filled_with_zeros), 0, shape, strides)
-
-    def nothing(self, dtype: Any, axes: int) -> View:
-        """Stands for an absent array; never read."""
-        dtype = _kept(np.dtype(dtype))
-        if dtype not in self._nothing:
-            self._nothing[dtype] = self.empty(1, dtype)
-        return View(self._nothing[dtype], 0, (1,) * axes, (0,) * axes)
+        dtype, size = np.dtype(dtype), max(math.prod(shape), 1)
+        address, owner = self._allocate(size * dtype.itemsize, filled_with_zeros)
+        return View(owner, address, size, dtype, 0, shape, strides)
 
     def upload(self, array: np.ndarray, dtype: Any) -> View:
         """A copy, as large as the array's memory rather than its broadcast shape."""
@@ -97,29 +110,29 @@ class Stream:
             step // stored.itemsize if stride else 0
             for step, stride in zip(stored.strides, array.strides, strict=True)
         )
-        flat = self.empty(stored.size, stored.dtype)
+        room = self.room((stored.size,), stored.dtype)
         if stored.size:
-            flat.copy_to_device(stored.reshape(-1), stream=self.launch)
-        return View(flat, 0, array.shape, strides)
+            self._flat(room).copy_to_device(stored.reshape(-1), stream=self.launch)
+        return room._replace(shape=array.shape, strides=strides)
 
-    def download(self, flat: Any, out: np.ndarray) -> None:
-        """Fills `out` from the beginning of a flat array, after all work on the stream."""
-        host = flat.copy_to_host(stream=self.launch)
+    def download(self, view: View, out: np.ndarray) -> None:
+        """Fills `out` from the beginning of a view's memory, after all work on the stream."""
+        host = self._flat(view).copy_to_host(stream=self.launch)
         self._synchronize()
         out[...] = host[: out.size].reshape(out.shape)
 
     def view(self, array: DeviceArray) -> View:
         """The array where it is, which must have been made."""
-        itemsize = array.stored.itemsize
-        stored = _kept(array.stored)
+        itemsize, address, owner = array.stored.itemsize, array.memory.address or 0, array.memory.owner
+        steps = tuple(step // itemsize for step in array.strides)
         if not array.size:
-            return View(self.empty(1, stored), 0, array.shape, (0,) * array.ndim)
-        steps = [step // itemsize for step in array.strides]
+            return View(owner, address, 0, _kept(array.stored), 0, array.shape, steps)
         reaches = [step * (n - 1) for n, step in zip(array.shape, steps, strict=True)]
         before = -sum(min(0, reach) for reach in reaches)
-        lowest = (array.memory.address or 0) - before * itemsize
-        flat = self._array(lowest, (sum(map(abs, reaches)) + 1,), stored, array.memory.owner)
-        return View(flat, before, array.shape, tuple(steps))
+        return View(
+            owner, address - before * itemsize, sum(map(abs, reaches)) + 1, _kept(array.stored), before,
+            array.shape, steps,
+        )  # fmt: skip
 
     def argument(self, value: Any) -> Any:
         """What a caller's function reads: an array on the device with its axes, or a number as it is."""
@@ -127,8 +140,8 @@ class Stream:
             memory = value.memory
             return self._array(memory.address or 0, value.shape, value.stored, memory.owner, value.strides)
         if isinstance(value, np.ndarray):
-            flat = self.upload(np.ascontiguousarray(value), value.dtype).flat
-            return flat[: value.size].reshape(value.shape)
+            copy = self.upload(np.ascontiguousarray(value), value.dtype)
+            return self._array(copy.address, value.shape, copy.dtype, copy.owner)
         return value
 
     def make(self, memory: Memory, filled_with_zeros: bool = False) -> None:
@@ -164,6 +177,10 @@ class Stream:
         if filled_with_zeros:
             buffer.fill(0, stream=self._core_stream)
         return int(buffer.handle), buffer
+
+    def _flat(self, view: View) -> Any:
+        """All of a view's memory."""
+        return self._array(view.address, (view.size,), view.dtype, view.owner)
 
     def _array(
         self,
@@ -210,7 +227,6 @@ class SimulatedStream(Stream):
 
     def __init__(self) -> None:
         self.launch = 0
-        self._nothing = {}
 
     def wait_for(self, memory: Memory) -> None:
         pass
@@ -263,10 +279,6 @@ def _torch_stream(memory: Memory) -> int | None:
 def _kept(dtype: np.dtype) -> np.dtype:
     """The dtype that kernels read: bools as bytes."""
     return np.dtype(np.uint8) if dtype.kind == "b" else dtype
-
-
-def _address(flat: Any) -> int:
-    return int(flat.__array_interface__["data"][0] if SIMULATED else flat.device_ctypes_pointer.value)
 
 
 def _core_stream(number: int) -> Any:

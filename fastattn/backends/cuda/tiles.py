@@ -80,8 +80,8 @@ class Thread(NamedTuple):
 
 @cuda.jit(device=True)
 def element(view, i, j, k):
-    """Where the first of the elements [i, j, k] of an array is, in its flat memory."""
-    return view[0] + i * view[1] + j * view[2] + k * view[3]
+    """Where the first of the elements [i, j, k] of an array is, from its first element on."""
+    return i * view[1] + j * view[2] + k * view[3]
 
 
 @cache

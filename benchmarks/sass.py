@@ -179,13 +179,12 @@ def report(case: tuple[str, str, int, int]) -> str:
     code, shape, warps = Code(sass, form, columns), form.shape, form.shape.num_threads // 32
     blocks = min(65536 // (-(-registers // 8) * 256 * warps), SHARED[device] * 1024 // (shared + 1024))
     full, partial = code.tile(True), code.tile(False)
-    expected = shape.rows * (shape.keys * columns + shape.columns * shape.tile_k)
-    sure = "" if form.result == "weights" or expected <= full.fma < expected * 1.02 + 64 else " ?"
+    products = shape.rows * (shape.keys * columns + (name != "weights") * shape.columns * shape.tile_k)
     speed = 2 * shape.tile_k * columns * np.dtype(dtype).itemsize / (full.shared * warps) * CLOCKS / 1e12
     return (
         f"{name:15} {dtype} {columns:4} {device:4} {registers:5} {stack:6} {shared:7} {blocks:7} "
-        f"{full.issued:7.0f} {full.fma / full.issued:5.1%} {full.spills:6.0f} {partial.issued:8.0f} "
-        f"{speed:6.2f}{sure}"
+        f"{full.issued:7.0f} {products / full.issued:5.1%} {full.spills:6.0f} {partial.issued:8.0f} "
+        f"{speed:6.2f}{' ?' * (full.fma < products)}"
     )
 
 

@@ -101,7 +101,7 @@ LAYERS = [
     {"backends.numba.work", "backends.numba.threads"},
     {"backends.numba.prepared"},
     {"backends.cuda.form"},
-    {"backends.cuda.intrinsics"},
+    {"backends.cuda.intrinsics", "backends.cuda.cache"},
     {"backends.cuda.functions", "backends.cuda.stream", "backends.cuda.tiles"},
     {"backends.cuda.blocks", "backends.cuda.epilogue", "backends.cuda.mask_tile", "backends.cuda.stages"},
     {"backends.cuda.kernel"},

@@ -61,6 +61,25 @@ numbers = device_function("score_mod", mod, np.dtype(np.float32))
 print(to_ptx(numbers, (types.float32, *[types.int64] * 4), device=True))
 """
 
+ON_DISK = """
+from types import SimpleNamespace
+from numba.cuda import codegen
+from numba.cuda.cudadrv import devices
+from numba.cuda.dispatcher import _Kernel
+from fastattn.backends.cuda.form import Form, Stored, choose_shape
+from fastattn.backends.cuda.kernel import merge_kernel
+
+# What asks for a device, and the link that needs one.
+devices.get_context = lambda: SimpleNamespace(device=SimpleNamespace(compute_capability=DEVICE))
+codegen.JITCUDACodegen.magic_tuple = lambda self: DEVICE
+_Kernel.bind = lambda self: self._codelibrary.get_asm_str(DEVICE)
+form = Form("float32", choose_shape("float32", 1, 64, False), Stored(*["float32"] * 6), *FLAGS, "parts")
+parts, results = types.Tuple([view(0)] * 3), types.Tuple([view(4), view(3), *[view(0, False)] * 2])
+kernel = merge_kernel(form)
+kernel.compile((parts, view(1, form.has_sinks), results, SIZES, types.int64))
+print("found" if sum(kernel.stats.cache_hits.values()) else "compiled")
+"""
+
 PLAIN = (False,) * 11 + (True, True)
 EVERYTHING = (True,) * 11 + (False, False)
 FORMS = [
@@ -158,3 +177,18 @@ def test_probes_measure_what_they_say():
     assert len(re.findall(r"fma\.rn\.f32", chains)) % probes.CHAINS == 0
     assert "fma.rn.f32" in chains and not re.search(r"(ld|st)\.(local|global)", chains.split("setp")[1])
     assert len(re.findall(r"ld\.global", read)) >= probes.READS
+
+
+@pytest.mark.slow
+def test_kernels_are_kept_on_disk(tmp_path):
+    """Another process finds them again, one of another specialisation does not, and damage is no error."""
+
+    def load(flags):
+        code = f"DEVICE = (9, 0)\n{SETUP}\nFLAGS = {flags}\n{ON_DISK}"
+        return python(code, env={"NUMBA_CACHE_DIR": str(tmp_path)}, timeout=300).strip()
+
+    sinks = (*(n == 7 for n in range(11)), True, True)
+    assert [load(flags) for flags in (PLAIN, PLAIN, sinks, sinks)] == ["compiled", "found"] * 2
+    for kept in tmp_path.rglob("*.nbc"):
+        kept.write_bytes(kept.read_bytes()[:100])
+    assert load(PLAIN) == "compiled"

@@ -15,6 +15,7 @@ from numba import config, cuda
 
 from fastattn.backends.cuda import blocks, epilogue, mask_tile, stages, tiles
 from fastattn.backends.cuda.blocks import Rows
+from fastattn.backends.cuda.cache import cached
 from fastattn.backends.cuda.form import Form
 from fastattn.backends.cuda.intrinsics import memory
 from fastattn.backends.cuda.tiles import Thread, U, element
@@ -137,7 +138,8 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
         if not IS_WEIGHTS:
             finish(acc, own_max, own_sum, sink_view, results, rows, block, sizes, thread, shared)
 
-    return cuda.jit(attend)
+    kernel = cuda.jit(attend)
+    return kernel if score_mod or mask_mod else cached(kernel, form)
 
 
 @cache
@@ -192,4 +194,4 @@ def merge_kernel(form: Form) -> Any:
             one = sink if is_empty else base * UNIT + real(math.log(whole_sum))
             reals(lse_view)[U(element(lse_view, item, head, query))] = one
 
-    return cuda.jit(merge)
+    return cached(cuda.jit(merge), form)

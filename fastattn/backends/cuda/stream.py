@@ -63,7 +63,7 @@ class View(NamedTuple):
 
 
 class SimulatedMemory:
-    """What an address is in Numba's simulator. None is read or written outside of the memory."""
+    """What an address is in Numba's simulator. Outside of the memory there are none."""
 
     def __init__(self, view: View) -> None:
         nbytes = view.size * view.dtype.itemsize
@@ -71,10 +71,9 @@ class SimulatedMemory:
         self._elements, self._start = raw.view(view.dtype), view.start
 
     def _place(self, index: Any) -> int:
-        """Indices are unsigned, and those before the first element wrap around."""
+        """Indices are unsigned: those before the first element wrap around. NumPy refuses what is outside."""
         place = self._start + (int(index) + (1 << 63)) % (1 << 64) - (1 << 63)
-        assert place >= 0
-        return place
+        return place if place >= 0 else self._elements.size
 
     def __getitem__(self, index: Any) -> Any:
         return self._elements[self._place(index)]

@@ -83,9 +83,9 @@ class Form(NamedTuple):
 # elements for 64 multiply-adds. These sums and those of the output fill the 255 registers, so a processor
 # holds two blocks of 128 threads. Static shared memory is 48 KB. The weights of a tile take most of it, in
 # the place of queries and keys, which are no longer needed; 8 keys of 128 columns fit into the rest. In
-# machine code for sm_90 (ptxas 13.0, `python -m benchmarks.sass`) 79 % of the instructions for a full tile of a
-# plain float32 call are multiply-adds, which bounds its share of the peak. Nothing was measured, as no GPU was
-# at hand.
+# machine code for sm_90 (ptxas 13.0, `python -m benchmarks.sass`) 79 % of the instructions for a full tile of
+# a plain float32 call are multiply-adds, which bounds its share of the peak. Nothing was measured, as no GPU
+# was at hand.
 SHAPES = {
     ("float32", 64): Shape(8, 8, 8, 16, 8, 16, 16, 4, 4, 4, 2),
     ("float32", 128): Shape(8, 8, 8, 8, 16, 16, 8, 4, 4, 4, 2),

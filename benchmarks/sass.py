@@ -55,7 +55,7 @@ def form_of(name: str, dtype: str, value_dim: int) -> Form:
     shape = choose_shape(dtype, int(name[0]) if few else 4096, value_dim, False)
     is_set = {flag: flag in NAMES[name].split() for flag in FLAGS}
     result = "parts" if few else "weights" if name == "weights" else "out"
-    stored = Stored(*[dtype] * 5, "uint8")
+    stored = Stored(*[dtype] * 5, "uint8", dtype)
     return Form(dtype, shape, stored, **is_set, is_even=True, is_packed=True, result=result)
 
 

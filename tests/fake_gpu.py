@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._machine.device import _exported
+from fastattn._machine.device import exported, from_dlpack
 
 CUDA = 2  # DLPack's number for memory of a GPU
 
@@ -43,7 +43,7 @@ class FakeArray:
 
     def __array_namespace__(self) -> SimpleNamespace:
         """Its `from_dlpack` copies at once, so results must be complete by then."""
-        return SimpleNamespace(from_dlpack=lambda other: FakeArray(np.from_dlpack(other).copy(), self.device))
+        return SimpleNamespace(from_dlpack=lambda other: FakeArray(from_dlpack(other).copy(), self.device))
 
 
 class LoneArray(FakeArray):
@@ -60,8 +60,7 @@ class DlpackArray(FakeArray):
         raise AttributeError
 
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
-        is_bfloat16 = self.dtype.name == "bfloat16"
-        capsule = (_exported(self.hidden) if is_bfloat16 else self.hidden).__dlpack__()
+        capsule = exported(self.hidden).__dlpack__()
         device_type = ctypes.sizeof(ctypes.c_void_p)  # after the address
         ctypes.c_int32.from_address(_pointer(capsule, b"dltensor") + device_type).value = CUDA
         return capsule

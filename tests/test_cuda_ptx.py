@@ -21,15 +21,15 @@ from fastattn.backends.cuda.combine import combine_kernel
 from fastattn.backends.cuda.form import Form, Stored, choose_shape
 from fastattn.backends.cuda.kernel import merge_kernel
 
-dtype, head_rows, value_dim, flags, result, bias = FORM
-stored = Stored(dtype, dtype, dtype, bias, dtype, "uint8")
+dtype, head_rows, value_dim, flags, result, bias, storage = FORM
+stored = Stored(storage, storage, storage, bias, storage, "uint8", storage)
 form = Form(dtype, choose_shape(dtype, head_rows, value_dim, False), stored, *map(bool, flags), result)
 print(attend_ptx(form))
 parts, results = (types.Tuple([view(n) for n in axes]) for axes in ((0, 0, 0), (4, 3, 0, 0)))
 merge = merge_kernel(form._replace(keeps_sums=True))
 print(to_ptx(merge, (parts, view(1, form.has_sinks), results, SIZES, types.int64)))
 views = types.Tuple([view(n) for n in (4, 3) * 3])
-kernel = combine_kernel("float64", "float64", dtype, dtype, "float64", dtype)
+kernel = combine_kernel("float64", "float64", storage, dtype, storage, dtype)
 print(to_ptx(kernel, (views, types.UniTuple(types.int64, 3), types.int64)))
 """
 
@@ -73,7 +73,7 @@ from fastattn.backends.cuda.kernel import merge_kernel
 devices.get_context = lambda: SimpleNamespace(device=SimpleNamespace(compute_capability=DEVICE))
 codegen.JITCUDACodegen.magic_tuple = lambda self: DEVICE
 _Kernel.bind = lambda self: self._codelibrary.get_asm_str(DEVICE)
-form = Form("float32", choose_shape("float32", 1, 64, False), Stored(*["float32"] * 6), *FLAGS, "parts")
+form = Form("float32", choose_shape("float32", 1, 64, False), Stored(*["float32"] * 7), *FLAGS, "parts")
 parts, results = types.Tuple([view(0)] * 3), types.Tuple([view(4), view(3), *[view(0, False)] * 2])
 kernel = merge_kernel(form)
 kernel.compile((parts, view(1, form.has_sinks), results, SIZES, types.int64))
@@ -83,14 +83,19 @@ print("found" if sum(kernel.stats.cache_hits.values()) else "compiled")
 PLAIN = (False,) * 11 + (True, True)
 EVERYTHING = (True,) * 11 + (False, False)
 FORMS = [
-    ("float32", 4096, 64, PLAIN, "out", "float32"),
-    ("float32", 4096, 128, PLAIN, "out", "float32"),
-    ("float32", 1, 128, PLAIN, "parts", "float32"),
-    ("float32", 4096, 64, EVERYTHING, "out", "float16"),
-    ("float32", 8, 40, EVERYTHING, "weights", "float64"),
-    ("float64", 4096, 64, PLAIN, "out", "float64"),
-    ("float64", 4096, 128, EVERYTHING, "weights", "float32"),
-    ("float64", 1, 128, PLAIN, "parts", "float64"),
+    ("float32", 4096, 64, PLAIN, "out", "float32", "float32"),
+    ("float32", 4096, 128, PLAIN, "out", "float32", "float32"),
+    ("float32", 1, 128, PLAIN, "parts", "float32", "float32"),
+    ("float32", 4096, 64, PLAIN, "out", "float32", "bfloat16"),
+    ("float32", 1, 128, PLAIN, "parts", "float32", "float16"),
+    ("float32", 4096, 64, EVERYTHING, "out", "float16", "float32"),
+    ("float32", 4096, 128, EVERYTHING, "out", "bfloat16", "float16"),
+    ("float32", 8, 40, EVERYTHING, "weights", "float64", "float32"),
+    ("float32", 8, 40, EVERYTHING, "weights", "bfloat16", "bfloat16"),
+    ("float64", 4096, 64, PLAIN, "out", "float64", "float64"),
+    ("float64", 4096, 128, EVERYTHING, "weights", "float32", "float64"),
+    ("float64", 1, 128, PLAIN, "parts", "float64", "float64"),
+    ("float64", 1, 128, PLAIN, "parts", "float64", "bfloat16"),
 ]
 
 
@@ -148,8 +153,8 @@ def compiled(device, code):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "form"),
-    [((9, 0), form) for form in FORMS] + [((8, 0), form) for form in FORMS[:3]],
-    ids=lambda x: f"sm_{x[0]}{x[1]}" if len(x) == 2 else f"{x[0]}-{x[1]}-{x[2]}-{x[4]}",
+    [((9, 0), form) for form in FORMS] + [((8, 0), form) for form in FORMS[:4]],
+    ids=lambda x: f"sm_{x[0]}{x[1]}" if len(x) == 2 else f"{x[0]}-{x[1]}-{x[2]}-{x[4]}-{x[6]}",
 )
 def test_kernels(device, form):
     ptx = compiled(device, f"FORM = {form}\n{KERNELS}")
@@ -157,6 +162,8 @@ def test_kernels(device, form):
     assert re.search(rf"fma\.rn\.{width}", ptx)
     # Sums stay in registers: an index that is not known when it compiles would put them into memory.
     assert not re.search(r"(ld|st)\.local", ptx)
+    if form[6].endswith("16") and form[3] == PLAIN:  # a span in one load
+        assert re.search(rf"ld\.global\.v{4 if form[0] == 'float32' else 2}\.[ub]16", ptx)
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def in_library_of(like: Any, array: np.ndarray) -> Any:
     from_dlpack = from_dlpack_of(like)
     if from_dlpack is None:
         return array
-    return from_dlpack(_exported(array) if array.dtype.name == "bfloat16" else array)
+    return from_dlpack(exported(array))
 
 
 def from_dlpack(value: Any) -> np.ndarray:
@@ -153,18 +153,29 @@ def from_dlpack(value: Any) -> np.ndarray:
     kind = _kind_of_16_bits(capsule)
     if kind is None or kind.value != _BFLOAT:
         return np.from_dlpack(value)
-    import ml_dtypes  # which NumPy's bfloat16 comes from
-
     kind.value = _UINT
-    return np.from_dlpack(_Capsule(capsule)).view(ml_dtypes.bfloat16)
+    return np.from_dlpack(_Capsule(capsule)).view(_bfloat16())
 
 
-def _exported(array: np.ndarray) -> _Capsule:
-    """An array of bfloat16, which NumPy does not export: its bits, which are then said to be bfloat16."""
-    capsule = array.view(np.uint16).__dlpack__()
+def _bfloat16() -> np.dtype:
+    """NumPy's bfloat16."""
+    import ml_dtypes  # which it comes from
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def exported(array: np.ndarray) -> Any:
+    """An array for DLPack: NumPy exports no bfloat16, but its bits."""
+    if array.dtype.name != "bfloat16":
+        return array
+    return _Capsule(said_to_be_bfloat16(array.view(np.uint16).__dlpack__()))
+
+
+def said_to_be_bfloat16(capsule: Any) -> Any:
+    """A DLPack capsule of the bits of bfloat16, which from then on says so."""
     kind: Any = _kind_of_16_bits(capsule)
     kind.value = _BFLOAT
-    return _Capsule(capsule)
+    return capsule
 
 
 class _Capsule:
@@ -261,13 +272,13 @@ def as_device_array(value: Any, name: str) -> DeviceArray | None:
             return None
         interface, device = where
         array = _from_dlpack(value) if interface is None else _from_interface(value, interface, device)
-    except (TypeError, ValueError, KeyError, BufferError, RuntimeError) as error:
+    except (TypeError, ValueError, KeyError, BufferError, RuntimeError, ImportError) as error:
         raise TypeError(f"{name} does not convert to an array: {error}") from error
-    if array.stored.kind == "V":  # of no dtype of NumPy's own: bfloat16 and those of 8 bits
+    if array.stored.kind == "V" and array.stored.name != "bfloat16":  # of no dtype that NumPy knows
         kind = getattr(value, "dtype", array.stored)
         raise TypeError(
-            f"{name} has elements of {kind} on {array.device}; those read there are float32, float64, "
-            "integers and bools, and float16 in bias and sinks: convert it, to float32 say"
+            f"{name} has elements of {kind} on {array.device}; those read there are float16, bfloat16, "
+            "float32, float64, integers and bools: convert it, to float32 say"
         )
     if not array.stored.isnative:
         raise TypeError(f"{name} has dtype {array.stored}: a GPU does not read numbers with swapped bytes")
@@ -319,6 +330,8 @@ def _from_interface(value: Any, interface: Any, device: int | None) -> DeviceArr
         raise TypeError("it has a mask, which would be lost")
     shape = tuple(map(int, interface["shape"]))
     stored = np.dtype(interface["typestr"])
+    if stored.itemsize == 2 and stored.kind in "Vu" and str(value.dtype).rpartition(".")[2] == "bfloat16":
+        stored = _bfloat16()
     strides = interface.get("strides")
     strides = _c_strides(shape, stored.itemsize) if strides is None else tuple(map(int, strides))
     address, readonly = interface["data"]

@@ -32,5 +32,6 @@ function. Arguments have one name in all of them. Beside those of `kernel.attend
 - shared: the shared memory of a block; staged: the registers of a thread for what it has fetched;
 - is_partial: some rows may not attend to some keys of the tile.
 
-Multiply-adds are those of the dtype: no tensor core, no TF32.
+Multiply-adds are those of the dtype: no tensor core, no TF32. float16 and bfloat16 arrays are converted to it
+as they are read, and results to these types as they are written (`intrinsics.read_as`, `write_as`).
 """

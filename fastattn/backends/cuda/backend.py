@@ -1,4 +1,4 @@
-"""The CUDA backend: kernels of Numba on an NVIDIA GPU, float32 and float64."""
+"""The CUDA backend: kernels of Numba on an NVIDIA GPU, float32 and float64, with 16-bit types as storage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from fastattn._call.problem import AnyProblem
+from fastattn._call.storage import Rows
 from fastattn.backends._base import Backend
 
 if TYPE_CHECKING:
@@ -28,14 +29,14 @@ class CudaBackend(Backend):
         if problem.mean_dtype is not None:
             reasons.append("it averages no weights: return_weights=True gives those of each head")
         reasons += problem.summed_bias()
-        stored = problem.stored()
-        if not stored and problem.out.dtype != problem.dtype:
-            stored = [f"the result is {problem.out.dtype.name}"]
-        if stored:
-            found = ", ".join(stored)
-            reasons.append(
-                f"it reads and writes no 16-bit numbers, and {found}: convert the arrays to float32"
-            )
+        rows = {
+            name: "in pages" if rows.page_size else rows.dtype.name
+            for name, rows in (("key", problem.key), ("value", problem.value))
+            if isinstance(rows, Rows)
+        }
+        if rows:
+            found = ", ".join(f"{name} is {how}" for name, how in rows.items())
+            reasons.append(f"it reads keys and values in plain arrays of floats, and {found}")
         return reasons
 
     def thread_limit(self, num_threads: int) -> int:

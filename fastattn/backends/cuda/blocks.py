@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from numba import cuda
 
 from fastattn.backends.cuda.form import Form, Shape
-from fastattn.backends.cuda.intrinsics import memory
-from fastattn.backends.cuda.tiles import U, element
+from fastattn.backends.cuda.intrinsics import U, memory
+from fastattn.backends.cuda.tiles import element
 
 
 class Block(NamedTuple):

@@ -11,9 +11,9 @@ import numpy as np
 from numba import cuda
 
 from fastattn._machine.device import DeviceArray
-from fastattn.backends.cuda.intrinsics import memory
+from fastattn.backends.cuda.intrinsics import U, memory, read_as, write_as
 from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
-from fastattn.backends.cuda.tiles import U, element
+from fastattn.backends.cuda.tiles import element
 
 THREADS = 4 if SIMULATED else 256
 
@@ -66,6 +66,8 @@ def combine_kernel(*dtypes: str) -> Any:
     """
     EMPTY = -math.inf
     of_a, of_lse_a, of_b, of_lse_b, of_out, of_lse = map(memory, dtypes)
+    a_at, lse_a_at, b_at, lse_b_at = (read_as("float64", dtype) for dtype in dtypes[:4])
+    write_out, write_lse = map(write_as, dtypes[4:])
 
     def combine_two(views, rows, columns):
         thread, n_columns = cuda.grid(1), max(columns, 1)
@@ -75,23 +77,22 @@ def combine_kernel(*dtypes: str) -> Any:
         i, j, k = row // rows[2] // rows[1], row // rows[2] % rows[1], row % rows[2]
         view_a, view_lse_a, view_b, view_lse_b, view_out, view_lse = views
         out_a, out_b, out = of_a(view_a), of_b(view_b), of_out(view_out)
-        a = np.float64(of_lse_a(view_lse_a)[U(element(view_lse_a, i, j, k))])
-        b = np.float64(of_lse_b(view_lse_b)[U(element(view_lse_b, i, j, k))])
+        a = lse_a_at(of_lse_a(view_lse_a), U(element(view_lse_a, i, j, k)))
+        b = lse_b_at(of_lse_b(view_lse_b), U(element(view_lse_b, i, j, k)))
         base = a if a > b else b
         if not EMPTY < base < math.inf:
             base = 0.0
         weight_a, weight_b = math.exp(a - base), math.exp(b - base)
         total = weight_a + weight_b
         if columns > 0:
-            acc = weight_a * out_a[U(element(view_a, i, j, k) + column * view_a[4])]
+            acc = weight_a * a_at(out_a, U(element(view_a, i, j, k) + column * view_a[4]))
             # A piece without keys is ignored, whatever its out holds.
             if b != EMPTY:
-                acc += weight_b * out_b[U(element(view_b, i, j, k) + column * view_b[4])]
+                acc += weight_b * b_at(out_b, U(element(view_b, i, j, k) + column * view_b[4]))
             at = element(view_out, i, j, k) + column * view_out[4]
-            out[U(at)] = acc if total == 0.0 else acc / total
+            write_out(out, U(at), acc if total == 0.0 else acc / total)
         if column == 0:
-            of_lse(view_lse)[U(element(view_lse, i, j, k))] = (
-                EMPTY if total == 0.0 else base + math.log(total)
-            )
+            one = EMPTY if total == 0.0 else base + math.log(total)
+            write_lse(of_lse(view_lse), U(element(view_lse, i, j, k)), one)
 
     return cuda.jit(combine_two)

@@ -9,6 +9,7 @@ import numpy as np
 
 from fastattn._call.problem import AnyProblem
 from fastattn._call.schedule import needs_natural_scores
+from fastattn._call.storage import REAL, storage_of
 from fastattn._machine.constants import LOG2E
 from fastattn._machine.device import DeviceArray
 from fastattn.backends.cuda.form import Form, Shape, Stored, choose_shape, keys_of_a_split
@@ -49,11 +50,16 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
     def staged(array: Any, kind: Any) -> View | None:
         if array is None:
             return None
-        return stream.view(array) if isinstance(array, DeviceArray) else stream.upload(array, kind)
+        if isinstance(array, DeviceArray):
+            return stream.view(array)
+        is_stored = storage_of(array.dtype) != REAL
+        return stream.upload(array, array.dtype.newbyteorder("=") if is_stored else kind)
 
     def result(array: Any, shape: tuple[int, ...]) -> View:
         """Where kernels write it: in place, or where the host copies it from."""
-        return stream.view(array) if isinstance(array, DeviceArray) else stream.room(shape, dtype, True)
+        if isinstance(array, DeviceArray):
+            return stream.view(array)
+        return stream.room(shape, dtype if array is None else array.dtype, True)
 
     mask_map, band = problem.mask_map, problem.band
     inputs = [staged(array, dtype) for array in (problem.query, problem.key, problem.value)]
@@ -70,7 +76,7 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
     shape = choose_shape(str(dtype), head_rows, E, SIMULATED)
     split_keys = keys_of_a_split(head_rows, SIMULATED)
     n_splits = max(1, -(-S // split_keys))
-    form = _form(problem, shape, [*inputs, dense], "out" if n_splits == 1 else "parts")
+    form = _form(problem, shape, [*inputs, dense, out], "out" if n_splits == 1 else "parts")
     cut = (-(-head_rows // shape.tile_q), max(1, -(-E // shape.tile_columns)), split_keys)
     factor = 1.0 if form.is_natural else LOG2E
     scale, softcap = form.real(problem.scale * factor), form.real(problem.softcap or 0)
@@ -112,7 +118,8 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
             )
         if weights is not None and S > 0:
             results = (words(weights), (), *map(_words, state))
-            attend(form._replace(result="weights"), (cut[0], 1, cut[2]), n * B, read, masks, results)
+            of_weights = form._replace(stored=form.stored._replace(out=str(weights.dtype)), result="weights")
+            attend(of_weights, (cut[0], 1, cut[2]), n * B, read, masks, results)
     for array, view in ((problem.out, out), (problem.lse, lse), (problem.weights, weights)):
         if isinstance(array, np.ndarray) and view is not None:
             stream.download(view, array)

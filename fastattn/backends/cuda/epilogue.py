@@ -10,8 +10,8 @@ import numpy as np
 from numba import cuda
 
 from fastattn.backends.cuda.form import Form
-from fastattn.backends.cuda.intrinsics import memory
-from fastattn.backends.cuda.tiles import U, element, place
+from fastattn.backends.cuda.intrinsics import U, memory, read_as
+from fastattn.backends.cuda.tiles import element, place
 
 
 def modify_scores(form: Form, score_mod: Any) -> Any:
@@ -44,7 +44,7 @@ def mask_scores(form: Form) -> Any:
     """s += bias, and -inf where the bias is -inf or the score's bit of `allowed` is 0."""
     real, shape, HAS_BIAS = form.real, form.shape, form.has_bias
     ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
-    MASKED, elements = real(-math.inf), memory(form.stored.bias)
+    MASKED, elements, read = real(-math.inf), memory(form.stored.bias), read_as(form.dtype, form.stored.bias)
     row_in_tile, in_tile = place(shape.row_vector), place(shape.vector)
 
     @cuda.jit(device=True)
@@ -60,7 +60,7 @@ def mask_scores(form: Form) -> Any:
                     x = s[i, c]
                     if HAS_BIAS:
                         key = key0 + in_tile(c, thread.x, THREADS_K)
-                        one = real(elements(bias_view)[U(to_bias + key * bias_view[4])])
+                        one = read(elements(bias_view), U(to_bias + key * bias_view[4]))
                         x = MASKED if one == MASKED else x + one
                 s[i, c] = x
 

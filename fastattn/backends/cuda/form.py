@@ -19,7 +19,7 @@ class Shape(NamedTuple):
     threads_k: int  #: threads along the keys, and along the columns of the values
     depth: int  #: columns of queries and keys in shared memory at a time
     value_keys: int  #: keys whose values are in shared memory at a time
-    span: int  #: columns of a row that a thread fetches from the arrays at once, 16 bytes; divides depth
+    span: int  #: columns of a row that a thread fetches at once, 16 bytes where not in 16 bits; divides depth
     vector: int  #: elements a thread reads from shared memory at a time; divides keys and columns
     row_vector: int  #: the same of query rows; divides rows
     buffers: int  #: 2 where a piece is put into shared memory while the one before is multiplied, else 1
@@ -50,6 +50,7 @@ class Stored(NamedTuple):
     bias: str
     sinks: str
     dense: str
+    out: str  #: of what is written in the end: out, or weights
 
 
 class Form(NamedTuple):
@@ -70,7 +71,7 @@ class Form(NamedTuple):
     has_mask_mod: bool
     is_natural: bool  #: scores are held as they are, and not times log2(e)
     is_even: bool  #: depth divides head_dim, and the columns of a tile the value's
-    is_packed: bool  #: queries, keys and values lie in whole spans of 16 bytes
+    is_packed: bool  #: queries, keys and values lie in whole spans
     result: str = "out"  #: or "parts", of splits for `merge`, or "weights", once the sums are known
     keeps_sums: bool = False  #: for "weights": maxima and sums are stored, as for "parts" always
 

@@ -1,4 +1,5 @@
-"""What Numba cannot express: arrays by address, loads of 16 bytes, the hardware's power of two and maximum.
+"""What Numba cannot express: arrays by address, loads of whole spans, bfloat16, and the hardware's power of
+two and maximum.
 
 In the simulator each is a Python function with the same result. Modules that only numba-cuda has are imported
 inside functions, as Numba's own CUDA target takes its place where it is not installed.
@@ -14,10 +15,17 @@ import numpy as np
 from llvmlite import ir
 from numba import config, cuda
 
+U = np.uint64
+
+#: What bfloat16 is in kernels: its bits, which are the upper half of a float32.
+BITS = {"bfloat16": "uint16"}
+
 
 @cache
 def memory(dtype: str) -> Any:
-    """``memory(view)``: the elements in memory from the first one of a view on.
+    """``memory(view)``: the elements in memory from the first one of a view on, of bfloat16 the bits.
+
+    `read_as` and `write_as` convert them.
 
     A Numba array would be seven arguments of a kernel, each of which takes time at every launch.
     """
@@ -33,7 +41,7 @@ def memory(dtype: str) -> Any:
     from numba.cuda.extending import intrinsic
     from numba.cuda.np.numpy_support import from_dtype
 
-    kind = from_dtype(np.dtype(dtype))
+    kind = from_dtype(np.dtype(BITS.get(dtype, dtype)))
 
     @intrinsic
     def pointer(context, address):
@@ -52,14 +60,86 @@ def memory(dtype: str) -> Any:
 
 
 @cache
-def vector_fetch(count: int) -> Any:
-    """``fetch(array, at, staged, to)``: `count` adjacent elements, at a multiple of 16 bytes, in one load."""
+def read_as(dtype: str, stored: str) -> Any:
+    """``read(array, at)``: an element of `memory(stored)`, converted to `dtype`."""
+    real = np.dtype(dtype).type
+    if stored != "bfloat16":
+
+        @cuda.jit(device=True)
+        def read(array, at):
+            return real(array[at])
+
+        return read
+    from_bits = _same_bits("uint32", "float32")
+
+    @cuda.jit(device=True)
+    def read_bfloat16(array, at):
+        return real(from_bits(np.uint32(U(array[at]) << U(16))))
+
+    return read_bfloat16
+
+
+@cache
+def write_as(stored: str) -> Any:
+    """``write(array, at, x)``: sets an element of `memory(stored)` to x, rounded to nearest, ties to even."""
+    if stored != "bfloat16":
+        kind = np.dtype(stored).type
+
+        @cuda.jit(device=True)
+        def write(array, at, x):
+            array[at] = kind(x)
+
+        return write
+    to_bits = _same_bits("float32", "uint32")
+
+    @cuda.jit(device=True)
+    def write_bfloat16(array, at, x):
+        bits = U(to_bits(np.float32(x)))
+        if x == x:
+            bits += U(0x7FFF) + (bits >> U(16) & U(1))
+        else:
+            bits |= U(0x400000)  # quiet: the lower half may be all that makes it a NaN
+        array[at] = np.uint16(bits >> U(16))
+
+    return write_bfloat16
+
+
+def _same_bits(dtype: str, other: str) -> Any:
+    """``same_bits(x)``: the number of the other dtype, of the same size, with the bits of x."""
     if config.ENABLE_CUDASIM:
+
+        @cuda.jit(device=True)
+        def same_bits_in_python(x):
+            return np.dtype(dtype).type(x).view(other)
+
+        return same_bits_in_python
+
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    result = getattr(types, other)
+
+    @intrinsic
+    def same_bits(context, x):
+        def codegen(context, builder, signature, arguments):
+            return builder.bitcast(arguments[0], context.get_value_type(result))
+
+        return result(x), codegen
+
+    return same_bits
+
+
+@cache
+def vector_fetch(count: int, dtype: str, stored: str) -> Any:
+    """``fetch(array, at, staged, to)``: `count` adjacent elements, at a multiple of their bytes, in one load,
+    converted as by `read_as`."""
+    if config.ENABLE_CUDASIM:
+        read = read_as(dtype, stored)
 
         @cuda.jit(device=True)
         def fetch_each(array, at, staged, to):
             for e in range(count):
-                staged[to + e] = array[at + np.uint64(e)]
+                staged[to + e] = read(array, at + U(e))
 
         return fetch_each
 
@@ -67,16 +147,23 @@ def vector_fetch(count: int) -> Any:
     from numba.cuda.extending import intrinsic
     from numba.cuda.np.arrayobj import make_array
 
+    nbytes = count * np.dtype(BITS.get(stored, stored)).itemsize
+
     @intrinsic
     def fetch_vector(context, array, at, staged, to):
         def codegen(context, builder, signature, arguments):
             target = make_array(signature.args[2])(context, builder, arguments[2])
             vector = ir.VectorType(context.get_data_type(array.dtype), count)
             first = builder.gep(arguments[0], [arguments[1]])
-            loaded = builder.load(builder.bitcast(first, vector.as_pointer()), align=16)
+            loaded = builder.load(builder.bitcast(first, vector.as_pointer()), align=nbytes)
             for e in range(count):
                 place = builder.add(arguments[3], ir.Constant(arguments[3].type, e))
                 lane = builder.extract_element(loaded, ir.Constant(ir.IntType(32), e))
+                kind = array.dtype
+                if stored == "bfloat16":
+                    bits = builder.shl(builder.zext(lane, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+                    lane, kind = builder.bitcast(bits, ir.FloatType()), types.float32
+                lane = context.cast(builder, lane, kind, staged.dtype)
                 builder.store(lane, builder.gep(target.data, [place]))
             return context.get_dummy_value()
 

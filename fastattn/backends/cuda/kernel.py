@@ -17,8 +17,8 @@ from fastattn.backends.cuda import blocks, epilogue, mask_tile, stages, tiles
 from fastattn.backends.cuda.blocks import Rows
 from fastattn.backends.cuda.cache import cached
 from fastattn.backends.cuda.form import Form
-from fastattn.backends.cuda.intrinsics import memory
-from fastattn.backends.cuda.tiles import Thread, U, element
+from fastattn.backends.cuda.intrinsics import U, memory, read_as, write_as
+from fastattn.backends.cuda.tiles import Thread, element
 from fastattn.masks.map import EMPTY, FULL
 
 #: Of shared memory in bytes, for loads of several elements; the simulator takes none.
@@ -41,7 +41,8 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     row_max and row_sum, contiguous, receive the maxima that weights are relative to, and the sums of weights.
     For partial results these are ``(splits, B, H, L)``, without sinks, and `out`, contiguous ``(splits, B, H,
     L, E)``, receives sums of weights times values. A specialisation for weights reads row_max and row_sum,
-    and writes the softmax to `out`, which is ``(B, H, L, S)`` and holds zeros.
+    and writes the softmax to `out`, which is ``(B, H, L, S)`` and holds zeros. 16-bit
+    results are rounded as they are written.
     """
     real, shape = form.real, form.shape
     ROWS, KEYS, COLUMNS = shape.rows, shape.keys, shape.columns
@@ -151,7 +152,9 @@ def merge_kernel(form: Form) -> Any:
     parts: the views of what `attend` wrote to out, row_max and row_sum. All else is as in `attend_kernel`.
     There is a thread for each column of each row ``(B, H, L)``.
     """
-    real, reals, stored_sinks = form.real, memory(form.dtype), memory(form.stored.sinks)
+    real, reals = form.real, memory(form.dtype)
+    sinks_of, read_sink = memory(form.stored.sinks), read_as(form.dtype, form.stored.sinks)
+    out_of, write = memory(form.stored.out), write_as(form.stored.out)
     HAS_SINKS, KEEPS_SUMS = form.has_sinks, form.keeps_sums
     ZERO, MASKED = real(0), real(-math.inf)
     UNIT = stages.natural_unit(form.dtype, form.is_natural)
@@ -169,7 +172,7 @@ def merge_kernel(form: Form) -> Any:
         item, head, query = row // len_q // num_heads, row // len_q % num_heads, row % len_q
         sink = MASKED
         if HAS_SINKS:
-            sink = real(stored_sinks(sink_view)[U(head * sink_view[1])])
+            sink = read_sink(sinks_of(sink_view), U(head * sink_view[1]))
         top = sink
         for split in range(n_splits):
             x = maxima[U(split * n_rows + row)]
@@ -187,7 +190,8 @@ def merge_kernel(form: Form) -> Any:
         if value_dim > 0:
             line = element(out_view, item, head, query)
             # + 0 turns -0 into 0, as in `attend`.
-            reals(out_view)[U(line + column * out_view[4])] = ZERO if is_empty else acc / whole_sum + ZERO
+            one = ZERO if is_empty else acc / whole_sum + ZERO
+            write(out_of(out_view), U(line + column * out_view[4]), one)
         if column == 0:
             if KEEPS_SUMS:
                 reals(max_view)[U(row)], reals(sum_view)[U(row)] = base, whole_sum

@@ -8,8 +8,8 @@ import numpy as np
 from numba import cuda
 
 from fastattn.backends.cuda.form import Form
-from fastattn.backends.cuda.intrinsics import memory
-from fastattn.backends.cuda.tiles import U, apart, element
+from fastattn.backends.cuda.intrinsics import U, memory
+from fastattn.backends.cuda.tiles import apart, element
 from fastattn.masks.map import EMPTY, FULL, INDEX_EMPTY, INDEX_FULL, PARTIAL, TILE_K, TILE_Q, WORDS
 
 

@@ -11,8 +11,8 @@ from numba import cuda
 
 from fastattn.backends.cuda import tiles
 from fastattn.backends.cuda.form import Form
-from fastattn.backends.cuda.intrinsics import larger, memory, power_of_two
-from fastattn.backends.cuda.tiles import U, element, layout
+from fastattn.backends.cuda.intrinsics import U, larger, memory, power_of_two, read_as, write_as
+from fastattn.backends.cuda.tiles import element, layout
 
 
 @cache
@@ -203,6 +203,7 @@ def accumulate(form: Form) -> Any:
 def write_weights(form: Form) -> Any:
     """Writes the softmax of the scores of the keys from key0 on to the weights, which hold zeros."""
     shape, MASKED, reals = form.shape, form.real(-math.inf), memory(form.dtype)
+    weights_of, write = memory(form.stored.out), write_as(form.stored.out)
     ROWS, KEYS, THREADS_Q, THREADS_K = shape.rows, shape.keys, shape.threads_q, shape.threads_k
     weigh = power(form.dtype, form.is_natural)
     row_place, place = tiles.place(shape.row_vector), tiles.place(shape.vector)
@@ -211,7 +212,7 @@ def write_weights(form: Form) -> Any:
     def write_weights(s, results, rows, block, sizes, key0, thread):
         _, num_heads, _, len_q, _, _, _ = sizes
         out_view, _, max_view, sum_view = results
-        out, row_max, row_sum = reals(out_view), reals(max_view), reals(sum_view)
+        weights, row_max, row_sum = weights_of(out_view), reals(max_view), reals(sum_view)
         for i in range(ROWS):
             row = row_place(i, thread.y, THREADS_Q)
             if block.row0 + row < block.n_rows:
@@ -222,7 +223,8 @@ def write_weights(form: Form) -> Any:
                 for c in range(KEYS):
                     key = key0 + place(c, thread.x, THREADS_K)
                     if s[i, c] != MASKED:
-                        out[U(line + key * out_view[4])] = weigh(s[i, c] - base) / whole_sum
+                        one = weigh(s[i, c] - base) / whole_sum
+                        write(weights, U(line + key * out_view[4]), one)
 
     return write_weights
 
@@ -232,7 +234,10 @@ def finish(form: Form) -> Any:
 
     sink_view and results are as in `kernel.attend_kernel`.
     """
-    real, shape, reals, stored_sinks = form.real, form.shape, memory(form.dtype), memory(form.stored.sinks)
+    real, shape, reals = form.real, form.shape, memory(form.dtype)
+    sinks_of, read_sink = memory(form.stored.sinks), read_as(form.dtype, form.stored.sinks)
+    stored = form.dtype if form.result == "parts" else form.stored.out
+    out_of, write = memory(stored), write_as(stored)
     KEEPS_SUMS = form.keeps_sums or form.result == "parts"
     ROWS, COLUMNS, THREADS_Q, THREADS_K = shape.rows, shape.columns, shape.threads_q, shape.threads_k
     HAS_SINKS, IS_EVEN, IS_PARTS = form.has_sinks, form.is_even, form.result == "parts"
@@ -250,7 +255,7 @@ def finish(form: Form) -> Any:
     def finish(acc, row_max, row_sum, sink_view, results, rows, block, sizes, thread, shared):
         batch, num_heads, _, len_q, _, _, value_dim = sizes
         out_view, lse_view, max_view, sum_view = results
-        out = reals(out_view)
+        out = out_of(out_view)
         item = block.item
         sum_rows(row_sum, shared, thread.number)
         for i in range(ROWS):
@@ -263,7 +268,7 @@ def finish(form: Form) -> Any:
                 if not IS_PARTS:
                     sink = MASKED
                     if HAS_SINKS:
-                        sink = real(stored_sinks(sink_view)[U(head * sink_view[1])])
+                        sink = read_sink(sinks_of(sink_view), U(head * sink_view[1]))
                     top = max(row_max[i], sink)
                     base = top if top > MASKED else ZERO
                     rescale = weigh(row_max[i] - base)
@@ -280,6 +285,6 @@ def finish(form: Form) -> Any:
                     column = block.column0 + place(c, thread.x, THREADS_K)
                     if IS_EVEN or column < value_dim:
                         # +0 for a zero of either sign: a masked value may have given it that.
-                        out[U(at + column * step)] = cuda.fma(acc[i, c], factor, ZERO)
+                        write(out, U(at + column * step), cuda.fma(acc[i, c], factor, ZERO))
 
     return finish

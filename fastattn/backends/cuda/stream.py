@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import config, cuda
 
-from fastattn._machine.device import DeviceArray, Memory, from_dlpack_of
+from fastattn._call.storage import REAL, storage_of
+from fastattn._machine.device import DeviceArray, Memory, exported, from_dlpack_of, said_to_be_bfloat16
+from fastattn.backends.cuda.intrinsics import BITS
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 
@@ -42,14 +44,14 @@ class View(NamedTuple):
         return self._replace(start=start, shape=self.shape[len(outer) :], strides=self.strides[len(outer) :])
 
     def is_packed(self, dtype: np.dtype, span: int) -> bool:
-        """Whether it has this dtype, and each row consists of whole spans at addresses that are multiples of
-        a span."""
+        """Whether it has this dtype or is in 16 bits, and each row consists of whole spans at addresses that
+        are multiples of a span."""
         rows = (self.start, *self.strides[:-1])
         return (
-            self.dtype == dtype
+            (self.dtype == dtype or storage_of(self.dtype) != REAL)
             and self.strides[-1] == 1
             and not any(step % span for step in rows)
-            and self.address % (span * dtype.itemsize) == 0
+            and self.address % (span * self.dtype.itemsize) == 0
         )
 
     def with_axes(self, count: int) -> View:
@@ -68,7 +70,7 @@ class SimulatedMemory:
     def __init__(self, view: View) -> None:
         nbytes = view.size * view.dtype.itemsize
         raw = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(view.address))
-        self._elements, self._start = raw.view(view.dtype), view.start
+        self._elements, self._start = raw.view(BITS.get(view.dtype.name, view.dtype)), view.start
 
     def _place(self, index: Any) -> int:
         """Indices are unsigned: those before the first element wrap around. NumPy refuses what is outside."""
@@ -111,12 +113,12 @@ class Stream:
         )
         room = self.room((stored.size,), stored.dtype)
         if stored.size:
-            self._flat(room).copy_to_device(stored.reshape(-1), stream=self.launch)
+            self._flat(room).copy_to_device(stored.reshape(-1).view(np.uint8), stream=self.launch)
         return room._replace(shape=array.shape, strides=strides)
 
     def download(self, view: View, out: np.ndarray) -> None:
         """Fills `out` from the beginning of a view's memory, after all work on the stream."""
-        host = self._flat(view).copy_to_host(stream=self.launch)
+        host = self._flat(view).copy_to_host(stream=self.launch).view(view.dtype)
         self._synchronize()
         out[...] = host[: out.size].reshape(out.shape)
 
@@ -178,8 +180,8 @@ class Stream:
         return int(buffer.handle), buffer
 
     def _flat(self, view: View) -> Any:
-        """All of a view's memory."""
-        return self._array(view.address, (view.size,), view.dtype, view.owner)
+        """All of a view's memory, as bytes: Numba copies no bfloat16."""
+        return self._array(view.address, (view.size * view.dtype.itemsize,), np.dtype(np.uint8), view.owner)
 
     def _array(
         self,
@@ -191,11 +193,13 @@ class Stream:
         bound: int | None = None,
     ) -> Any:
         """Numba's array of existing memory, perhaps bound to a stream."""
+        bits = np.dtype(BITS.get(dtype.name, dtype))
         description = {
-            "shape": shape, "strides": strides, "typestr": dtype.str, "data": (address, False),
+            "shape": shape, "strides": strides, "typestr": bits.str, "data": (address, False),
             "stream": bound, "version": 3,
         }  # fmt: skip
-        return self._adopted(description, owner)
+        array = self._adopted(description, owner)
+        return array if bits == dtype else array.view(dtype)
 
     def _adopted(self, description: dict[str, Any], owner: Any) -> Any:
         return cuda.from_cuda_array_interface(description, owner=owner, sync=False)
@@ -203,14 +207,16 @@ class Stream:
     def _exported(self, owner: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         from cuda.core.utils import StridedMemoryView
 
-        return _Exported(StridedMemoryView.from_buffer(owner, shape, dtype=dtype), self._core_stream)
+        bits = BITS.get(dtype.name)
+        view = StridedMemoryView.from_buffer(owner, shape, dtype=np.dtype(bits or dtype))
+        return _Exported(view, self._core_stream, is_bfloat16=bits is not None)
 
 
 class _Exported:
     """A new array for DLPack. The consumer's stream waits until it is filled."""
 
-    def __init__(self, view: Any, filled_on: Any) -> None:
-        self._view, self._filled_on = view, filled_on
+    def __init__(self, view: Any, filled_on: Any, is_bfloat16: bool) -> None:
+        self._view, self._filled_on, self._is_bfloat16 = view, filled_on, is_bfloat16
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._view.__dlpack_device__()
@@ -218,7 +224,8 @@ class _Exported:
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
         if stream != -1:
             _core_stream(stream or LEGACY_DEFAULT).wait(self._filled_on)
-        return self._view.__dlpack__(**options)
+        capsule = self._view.__dlpack__(**options)
+        return said_to_be_bfloat16(capsule) if self._is_bfloat16 else capsule
 
 
 class SimulatedStream(Stream):
@@ -243,7 +250,7 @@ class SimulatedStream(Stream):
         return FakeCUDAArray(np.asarray(SimpleNamespace(__array_interface__=description, owner=owner)))
 
     def _exported(self, owner: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        return owner[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        return exported(owner[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape))
 
 
 @contextmanager

@@ -20,9 +20,7 @@ import numpy as np
 from numba import config, cuda
 
 from fastattn.backends.cuda.form import Form, Shape
-from fastattn.backends.cuda.intrinsics import vector_fetch
-
-U = np.uint64
+from fastattn.backends.cuda.intrinsics import U, read_as, vector_fetch
 
 #: Threads that exchange registers. In the simulator none do: they use shared memory.
 LANES = 1 if config.ENABLE_CUDASIM else 32
@@ -108,14 +106,13 @@ def apart(VECTOR: int) -> Any:
 
 
 @cache
-def fetch(form: Form) -> Any:
+def fetch(form: Form, stored: str) -> Any:
     """Fetches `span` elements of an array, from element `at` on and `step` apart, into staged[to] and on.
 
-    Those past the first `count` are 0.
+    Those past the first `count` are 0. stored: the dtype of the array in memory.
     """
-    real, SPAN = form.real, form.shape.span
-    IS_PACKED, ZERO = form.is_packed, form.real(0)
-    fetch_vector = vector_fetch(SPAN)
+    SPAN, IS_PACKED, ZERO = form.shape.span, form.is_packed, form.real(0)
+    fetch_vector, read = vector_fetch(SPAN, form.dtype, stored), read_as(form.dtype, stored)
 
     @cuda.jit(device=True)
     def fetch(array, at, step, count, staged, to):
@@ -129,7 +126,7 @@ def fetch(form: Form) -> Any:
             for e in range(SPAN):
                 x = ZERO
                 if e < count:
-                    x = real(array[U(at + e * step)])
+                    x = read(array, U(at + e * step))
                 staged[to + e] = x
 
     return fetch
@@ -141,7 +138,7 @@ def fetch_scores(form: Form) -> Any:
     The rows of queries begin at `lines`, the first of n_keys keys at k_at. There are k_row elements from one
     key to the next, q_step and k_step from one column to the next.
     """
-    shape, fetch_span = form.shape, fetch(form)
+    shape, fetch_queries, fetch_keys = form.shape, fetch(form, form.stored.q), fetch(form, form.stored.k)
     TILE_ROWS, SPAN, IS_EVEN, IS_PACKED = shape.tile_q, shape.span, form.is_even, form.is_packed
     GROUPS, LINES = shape.depth // SPAN, shape.num_threads * SPAN // shape.depth  # per turn
     Q_TURNS, K_TURNS, _ = turns(shape)
@@ -155,11 +152,11 @@ def fetch_scores(form: Form) -> Any:
         for turn in range(Q_TURNS):
             row = first + turn * LINES
             if TILE_ROWS % LINES == 0 or row < TILE_ROWS:
-                fetch_span(q, lines[U(row)] + at * q_step, q_step, left, staged, turn * SPAN)
+                fetch_queries(q, lines[U(row)] + at * q_step, q_step, left, staged, turn * SPAN)
         k_at += first * k_row + at * k_step
         for turn in range(K_TURNS):
             count = left if np.int32(turn * LINES) < keys_left else 0
-            fetch_span(k, k_at + turn * LINES * k_row, k_step, count, staged, (Q_TURNS + turn) * SPAN)
+            fetch_keys(k, k_at + turn * LINES * k_row, k_step, count, staged, (Q_TURNS + turn) * SPAN)
 
     return fetch_scores
 
@@ -194,7 +191,7 @@ def fetch_values(form: Form) -> Any:
     The first of n_keys keys is at v_at; the columns are those from column0 on. There are v_row elements from
     one key to the next, v_step from one column to the next.
     """
-    shape, fetch_span = form.shape, fetch(form)
+    shape, fetch_span = form.shape, fetch(form, form.stored.v)
     SPAN, IS_EVEN, IS_PACKED = shape.span, form.is_even, form.is_packed
     GROUPS, LINES = shape.tile_columns // SPAN, shape.num_threads * SPAN // shape.tile_columns
     V_TURNS, ZERO = turns(shape).values, form.real(0)

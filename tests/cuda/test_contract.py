@@ -193,7 +193,10 @@ def test_the_sign_of_a_masked_value_is_not_that_of_a_zero(engine, len_k):
     assert not np.signbit(results[0][..., 1:]).any()
 
 
-@pytest.mark.parametrize("scale, cap", [(1.0, None), (3e38, None), (-3e38, None), (1e30, 1e-30), (1.0, 1e30)])
+@pytest.mark.parametrize(
+    "scale, cap",
+    [(1.0, None), (3e38, None), (-3e38, None), (1e30, 1e-30), (1.0, 1e30), (1.0, 1.2e-38), (1.0, 3e38)],
+)
 def test_scale_of_any_size(engine, scale, cap):
     """Scores near the largest number, times log2(e), are beyond it."""
     query, key, value = random_arrays(heads=1, len_q=3, len_k=5, head_dim=3)

@@ -60,8 +60,8 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     find_block, find_rows = blocks.find_block(shape), blocks.find_rows(form)
     find_keys, map_state = blocks.find_keys(form), mask_tile.map_state(form)
     allowed_bits = mask_tile.allowed_bits(form, mask_mod)
-    modify_scores, mask_scores = epilogue.modify_scores(form, score_mod), epilogue.mask_scores(form)
-    masked_bits = epilogue.masked_bits(form)
+    modify_scores, masked_bits = epilogue.modify_scores(form, score_mod), epilogue.masked_bits(form)
+    add_bias, mask_scores = epilogue.mask_scores(form, True), epilogue.mask_scores(form, False)
     score, fetch_values = stages.score(form), tiles.fetch_values(form)
     softmax, put_weights, accumulate = stages.softmax(form), stages.put_weights(form), stages.accumulate(form)
     write_weights, finish = stages.write_weights(form), stages.finish(form)
@@ -117,7 +117,10 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
             at_k = element(k_view, block.item, block.kv_head, key0)
             score(s, q, k, lines, q_view, k_view, at_k, n_keys, head_dim, thread, shared, staged)
             modify_scores(s, scale, softcap, aux, rows, block, key0, len_k, thread)
-            if HAS_BIAS or not is_full:
+            if is_full:
+                if HAS_BIAS:
+                    add_bias(s, allowed, bias_view, rows, block, key0, thread)
+            else:
                 mask_scores(s, allowed, bias_view, rows, block, key0, thread)
             if IS_WEIGHTS:
                 write_weights(s, results, rows, block, sizes, key0, thread)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, wraps
 from math import prod
@@ -402,3 +402,13 @@ MASK_NAMES = tuple(pair.name for pair in mask_pairs(1, 1, 2, 2))
 
 def mask_pair(name: str, batch: int, heads: int, len_q: int, len_k: int, seed: int = 0) -> MaskPair:
     return next(p for p in mask_pairs(batch, heads, len_q, len_k, seed) if p.name == name)
+
+
+def stored(arrays: Sequence[np.ndarray], storages: Sequence[Any]) -> list[np.ndarray]:
+    """Each array in a dtype of its own."""
+    return [array.astype(storage) for array, storage in zip(arrays, storages, strict=True)]
+
+
+def upcast(arrays: Sequence[np.ndarray], dtype: Any = np.float32) -> list[np.ndarray]:
+    """All arrays in one dtype."""
+    return [array.astype(dtype) for array in arrays]

@@ -16,7 +16,7 @@ import pytest
 import fastattn
 from fastattn import masks
 from tests import naive
-from tests.cases import MEMORY_LAYOUTS, random_arrays
+from tests.cases import MEMORY_LAYOUTS, random_arrays, stored, upcast
 from tests.conftest import READS_STORAGE, without
 from tests.tolerances import assert_attention, assert_same_bits, computes_as_upcast
 
@@ -48,14 +48,6 @@ OPTIONS = {
 
 
 engines = READS_STORAGE
-
-
-def stored(arrays, storages):
-    return [array.astype(storage) for array, storage in zip(arrays, storages, strict=True)]
-
-
-def upcast(arrays, dtype=np.float32):
-    return [array.astype(dtype) for array in arrays]
 
 
 def options_of(name, arrays, dtype):

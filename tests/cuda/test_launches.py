@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -66,3 +67,21 @@ def test_a_call_of_arrays_on_the_gpu(counted, len_q, options, copies, allocation
     assert arguments <= 45 and sum(counted["merge_kernel"]) <= 25
     assert len(counted["merge_kernel"]) == (len_q == 1)
     assert counted["copies"] == copies and counted["allocations"] == allocations
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_loads_of_whole_spans_are_at_multiples_of_their_bytes(dtype):
+    """The simulator knows no alignment, so this is said of a view alone."""
+    dtype = np.dtype(dtype)
+    nbytes = 4 * dtype.itemsize
+    view = stream.View(None, 10 * nbytes, 999, dtype, 8, (1, 2, 9, 12), (216, 108, 12, 1))
+
+    def is_packed(**changed):
+        return view._replace(**changed).is_packed(np.dtype(np.float32), 4)
+
+    assert is_packed() and is_packed(address=11 * nbytes) and is_packed(start=12)
+    assert not is_packed(address=10 * nbytes + dtype.itemsize)
+    assert not is_packed(start=9)
+    assert not is_packed(strides=(216, 108, 13, 1))
+    assert not is_packed(strides=(216, 108, 24, 2))
+    assert not is_packed(dtype=np.dtype(np.float64))

@@ -15,7 +15,7 @@ import fastattn
 from fastattn import masks
 from fastattn.backends.cuda.intrinsics import U, memory, read_as, write_as
 from fastattn.backends.cuda.stream import caller_stream
-from tests.cases import MEMORY_LAYOUTS, random_arrays
+from tests.cases import MEMORY_LAYOUTS, random_arrays, stored, upcast
 from tests.conftest import without
 from tests.tolerances import assert_attention, assert_same_bits
 
@@ -36,14 +36,6 @@ OPTIONS = {
     "sinks": {"sinks": "sinks"},
 }
 EVERYTHING = {"return_lse": True, "return_weights": True}
-
-
-def stored(arrays, storages):
-    return [array.astype(storage) for array, storage in zip(arrays, storages, strict=True)]
-
-
-def upcast(arrays, dtype=np.float32):
-    return [array.astype(dtype) for array in arrays]
 
 
 def options_of(name, arrays, dtype):

@@ -2,7 +2,8 @@
 
 What is installed, twelve cases from small to large, the benchmark beside PyTorch's kernels and CuPy, the
 tests at a GPU's own sizes, the other tests, and some under NVIDIA's compute-sanitizer where it is installed.
-Each stage has so many seconds, and the next begins whatever came of it, unless the first finds no usable GPU.
+Each stage has so many seconds, and the next begins whatever came of it, unless nothing can run: no GPU is
+usable, or each of the twelve cases fails.
 What a stage prints goes to a folder as it comes, beside figures in JSON. The exit status is 1 where a stage
 failed. Needs the extra cuda, pytest, pytest-xdist and rich; PyTorch and CuPy take part where they are.
 """
@@ -22,7 +23,8 @@ import time
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any, NamedTuple
@@ -39,8 +41,12 @@ SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 #: Of all stages. After an interrupt one has so many to print what it has.
 BUDGET, GRACE = 570, 15
 
-#: Of one of the twelve cases, which is a process of its own: it may crash, or hang.
-CASE_SECONDS = 30
+#: Of one of the twelve cases, which is a process of its own: it may crash, or hang. So many run side by side,
+#: as most of their time is the compiler's.
+CASE_SECONDS, CASE_JOBS = 60, min(12, os.cpu_count() or 1)
+
+#: The exit status of a stage after which no other can run.
+NOTHING_RUNS = 10
 
 #: Query heads / key heads, queries, keys, columns; dtype; options, where True stands for a random array.
 TWELVE: dict[str, tuple[tuple[int, ...], str, dict[str, Any]]] = {
@@ -103,12 +109,12 @@ def _tool(name: str) -> str | None:
 
 
 def info(folder: str) -> None:
-    """Print and write what is installed; exit status 1 where the backend cannot be used."""
+    """Print and write what is installed; exit status `NOTHING_RUNS` where the backend cannot be used."""
     fastattn.show_config()
     found: dict[str, Any] = {"reasons": cuda_backend.backend.unavailable_reasons()}
     found |= {name: os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES")}
     names = re.compile("(numba|cuda-|nvidia-(nvvm|nvjitlink|cuda-n)|torch$|cupy)")
-    found |= {it.name: it.version for it in distributions() if names.match(it.name)}
+    found |= {it.name: version(it.name) for it in distributions() if names.match(it.name)}
     for name, ask in {
         "GPU": lambda: subprocess.check_output(["nvidia-smi"], text=True).splitlines(),
         "capability": lambda: import_module("numba.cuda").get_current_device().compute_capability,
@@ -122,7 +128,7 @@ def info(folder: str) -> None:
     text = json.dumps(found, indent=1, default=str)
     (Path(folder) / "info.json").write_text(text)
     print(text)
-    sys.exit(bool(found["reasons"]))
+    sys.exit(NOTHING_RUNS if found["reasons"] else 0)
 
 
 def _library(name: str) -> str:
@@ -130,20 +136,27 @@ def _library(name: str) -> str:
 
 
 def twelve(folder: str) -> None:
-    """Run, print and write the twelve cases; exit status 1 where one was wrong or did not run."""
+    """Run, print and write the twelve cases; exit status 1 where one was wrong or did not run, `NOTHING_RUNS`
+    where none was right."""
     found = {}
-    for name in TWELVE:
-        start = time.monotonic()
-        try:
-            done = subprocess.run(_call("one", name), capture_output=True, text=True, timeout=CASE_SECONDS)
-            wrong = "" if done.returncode == 0 else f"FAILED, exit status {done.returncode}"
-            said = done.stdout.strip() or "\n".join(done.stderr.splitlines()[-15:])
-        except subprocess.TimeoutExpired:
-            wrong, said = f"FAILED, not done in {CASE_SECONDS} s", ""
-        found[name] = {"failed": wrong, "said": said, "seconds": time.monotonic() - start}
-        print(f"{name}: {said} {wrong} ({found[name]['seconds']:.1f} s)", flush=True)
-        (Path(folder) / "twelve.json").write_text(json.dumps(found, indent=1))
-    sys.exit(any(case["failed"] for case in found.values()))
+    with ThreadPool(CASE_JOBS) as pool:
+        for name, case in zip(TWELVE, pool.imap(_one_in_a_process, TWELVE), strict=True):
+            found[name] = case
+            print("{}: {said} {failed} ({seconds:.1f} s)".format(name, **case), flush=True)
+            (Path(folder) / "twelve.json").write_text(json.dumps(found, indent=1))
+    failed = sum(bool(case["failed"]) for case in found.values())
+    sys.exit(NOTHING_RUNS if failed == len(found) else bool(failed))
+
+
+def _one_in_a_process(name: str) -> dict[str, Any]:
+    start, said = time.monotonic(), ""
+    try:
+        done = subprocess.run(_call("one", name), capture_output=True, text=True, timeout=CASE_SECONDS)
+        failed = "" if done.returncode == 0 else f"FAILED, exit status {done.returncode}"
+        said = done.stdout.strip() or "\n".join(done.stderr.splitlines()[-15:])
+    except subprocess.TimeoutExpired:
+        failed = f"FAILED, not done in {CASE_SECONDS} s"
+    return {"failed": failed, "said": said, "seconds": time.monotonic() - start}
 
 
 def one(name: str) -> None:
@@ -228,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
             verdict, status = "interrupted", 130
         status = status or int("FAILED" in verdict)
         ended[stage.name] = f"{verdict} ({time.monotonic() - start:.0f} s)"
-        if status == 130 or (stage.name == "info" and status):
+        if status == 130 or verdict == f"FAILED, exit status {NOTHING_RUNS}":
             break
     summary = "\n".join(f"{name}: {how}" for name, how in ended.items())
     (folder / "summary.txt").write_text(f"{summary}\n")

@@ -103,9 +103,12 @@ def test_the_budget_is_for_all(monkeypatch, tmp_path):
     )
 
 
-def test_without_a_gpu_it_ends_at_once(monkeypatch, tmp_path):
-    status, said = run(monkeypatch, tmp_path, stub("info", "raise SystemExit(1)"), stub("twelve"))
-    assert status == 1 and list(said) == ["info"]
+@pytest.mark.parametrize("at", [0, 1])
+def test_it_ends_where_nothing_can_run(monkeypatch, tmp_path, at):
+    stages = [stub(name) for name in NAMES]
+    stages[at] = stub(NAMES[at], f"raise SystemExit({gpu.NOTHING_RUNS})")
+    status, said = run(monkeypatch, tmp_path, *stages)
+    assert status == 1 and list(said) == NAMES[: at + 1]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
@@ -185,6 +188,10 @@ def test_a_case_that_crashes_or_hangs_is_one_of_twelve(monkeypatch, tmp_path, ca
     assert found["crash"]["failed"] == f"FAILED, exit status {-signal.SIGABRT}"
     assert found["error"]["said"].endswith("MemoryError: here")
     assert "right: out 1e-7" in capsys.readouterr().out
+    monkeypatch.setattr(gpu, "TWELVE", ["wrong", "crash"])
+    with pytest.raises(SystemExit) as ended:
+        gpu.twelve(str(tmp_path))
+    assert ended.value.code == gpu.NOTHING_RUNS
 
 
 def test_info_says_what_is_here(monkeypatch, tmp_path, capsys):
@@ -192,7 +199,7 @@ def test_info_says_what_is_here(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         gpu.info(str(tmp_path))
     found = json.loads((tmp_path / "info.json").read_text())
-    assert ended.value.code == 1 and found["reasons"] == ["not here"]
+    assert ended.value.code == gpu.NOTHING_RUNS and found["reasons"] == ["not here"]
     assert {"CUDA_HOME", "GPU", "capability", "CUDA of the driver", "nvvm", "nvrtc", "nvJitLink"} <= set(
         found
     )

@@ -17,13 +17,24 @@ set_device(DEVICE)
 """
 
 KERNELS = """
+from fastattn.backends.cuda.tensor import COLUMNS, EXACT, STEP
 from fastattn.backends.cuda.combine import combine_kernel
 from fastattn.backends.cuda.form import Form, Stored, choose_shape
 from fastattn.backends.cuda.kernel import merge_kernel
 
+def tensor_products(form):
+    "Of tensor cores, for a piece of scores and one of values."
+    shape, lows = form.shape, 1 - (form.stored.q in EXACT)  # queries, keys and values are in one dtype here
+    of_scores = shape.depth // STEP * (shape.tile_k // COLUMNS) * (1 + 2 * lows)
+    of_values = shape.value_keys // STEP * (shape.tile_columns // COLUMNS) * (2 + lows)
+    return shape.is_tensor * shape.rows // 2 * (of_scores + (form.result != "weights") * of_values)
+
+
 dtype, head_rows, value_dim, flags, result, bias, storage = FORM
 stored = Stored(storage, storage, storage, bias, storage, "uint8", storage)
-form = Form(dtype, choose_shape(dtype, head_rows, value_dim, False), stored, *map(bool, flags), result)
+shape = choose_shape(dtype, head_rows, value_dim, False, DEVICE >= (8, 0))
+form = Form(dtype, shape, stored, *map(bool, flags), result)
+print("PRODUCTS", tensor_products(form))
 print(attend_ptx(form))
 parts, results = (types.Tuple([view(n) for n in axes]) for axes in ((0, 0, 0), (4, 3, 0, 0)))
 merge = merge_kernel(form._replace(keeps_sums=True))
@@ -146,18 +157,22 @@ def test_whether_the_linker_fits_the_compiler():
 def compiled(device, code):
     ptx = python(f"DEVICE = {device}\n{SETUP}\n{code}", timeout=300)
     assert f".target sm_{device[0]}{device[1]}" in ptx
-    assert "mma" not in ptx and "tf32" not in ptx
     return ptx
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "form"),
-    [((9, 0), form) for form in FORMS] + [((8, 0), form) for form in FORMS[:4]],
+    [((9, 0), form) for form in FORMS]
+    + [(device, form) for device in ((7, 5), (8, 0)) for form in FORMS[:4]],
     ids=lambda x: f"sm_{x[0]}{x[1]}" if len(x) == 2 else f"{x[0]}-{x[1]}-{x[2]}-{x[4]}-{x[6]}",
 )
 def test_kernels(device, form):
     ptx = compiled(device, f"FORM = {form}\n{KERNELS}")
+    expected = int(re.search(r"PRODUCTS (\d+)", ptx)[1])
+    assert bool(expected) == (form[0] == "float32" and form[1] > 32 and device >= (8, 0))
+    # As many as a pass of both loops takes: written out they would not fit where instructions are kept.
+    assert len(re.findall(r"mma\.sync\S+\.f32\.tf32", ptx)) == expected == ptx.count("mma.")
     width = re.escape("f32" if form[0] == "float32" else "f64")
     assert re.search(rf"fma\.rn\.{width}", ptx)
     # Sums stay in registers: an index that is not known when it compiles would put them into memory.
@@ -181,8 +196,8 @@ def test_probes_measure_what_they_say():
     from fastattn.bench.gpu import probes
 
     chains, read = compiled((9, 0), PROBES).split(".visible .entry")[1:]
-    assert len(re.findall(r"fma\.rn\.f32", chains)) % probes.CHAINS == 0
-    assert "fma.rn.f32" in chains and not re.search(r"(ld|st)\.(local|global)", chains.split("setp")[1])
+    assert len(re.findall(r"fma\.rn\.f32", chains)) == probes.CHAINS * probes.REPEATS  # of a pass
+    assert not re.search(r"(ld|st)\.(local|global)", chains.split("setp")[1])
     assert len(re.findall(r"ld\.global", read)) >= probes.READS
 
 

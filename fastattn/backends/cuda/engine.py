@@ -73,7 +73,7 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
     weights = None if problem.weights is None else result(problem.weights, problem.weights.shape)
 
     head_rows = H // K * L
-    shape = choose_shape(str(dtype), head_rows, E, SIMULATED)
+    shape = choose_shape(str(dtype), head_rows, E, SIMULATED, stream.has_tensor_cores)
     split_keys = keys_of_a_split(head_rows, SIMULATED)
     n_splits = max(1, -(-S // split_keys))
     form = _form(problem, shape, [*inputs, dense, out], "out" if n_splits == 1 else "parts")

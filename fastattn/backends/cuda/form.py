@@ -20,9 +20,12 @@ class Shape(NamedTuple):
     depth: int  #: columns of queries and keys in shared memory at a time
     value_keys: int  #: keys whose values are in shared memory at a time
     span: int  #: columns of a row that a thread fetches at once, 16 bytes where not in 16 bits; divides depth
-    vector: int  #: elements a thread reads from shared memory at a time; divides keys and columns
+    vector: int  #: adjacent keys of a thread, those that it reads from shared memory at a time; divides keys
     row_vector: int  #: the same of query rows; divides rows
+    column_vector: int  #: the same of the columns of the values; divides columns
     buffers: int  #: 2 where a piece is put into shared memory while the one before is multiplied, else 1
+    is_tensor: bool = False  #: tensor cores multiply; see `tensor`
+    group: int = 0  #: tiles side by side that a warp of these works on at a time; twice it is column_vector
 
     @property
     def num_threads(self) -> int:
@@ -88,18 +91,24 @@ class Form(NamedTuple):
 # a plain float32 call are multiply-adds, which bounds its share of the peak. Nothing was measured, as no GPU
 # was at hand.
 SHAPES = {
-    ("float32", 64): Shape(8, 8, 8, 16, 8, 16, 16, 4, 4, 4, 2),
-    ("float32", 128): Shape(8, 8, 8, 8, 16, 16, 8, 4, 4, 4, 2),
-    ("float64", 64): Shape(4, 4, 8, 16, 8, 8, 8, 2, 2, 2, 2),
-    ("float64", 128): Shape(4, 4, 8, 8, 16, 8, 8, 2, 2, 2, 2),
+    ("float32", 64): Shape(8, 8, 8, 16, 8, 16, 16, 4, 4, 4, 4, 2),
+    ("float32", 128): Shape(8, 8, 8, 8, 16, 16, 8, 4, 4, 4, 4, 2),
+    ("float64", 64): Shape(4, 4, 8, 16, 8, 8, 8, 2, 2, 2, 2, 2),
+    ("float64", 128): Shape(4, 4, 8, 8, 16, 8, 8, 2, 2, 2, 2, 2),
+}
+
+# A warp has 8 x 4 threads: so many rows and pairs of columns have the tiles of tensor cores.
+TENSOR_SHAPES = {
+    64: Shape(2, 16, 16, 32, 4, 16, 16, 4, 2, 1, 8, 2, True, 4),
+    128: Shape(2, 16, 32, 32, 4, 16, 8, 4, 2, 1, 8, 2, True, 4),
 }
 
 # With few rows memory is the limit: each thread has one key, and a block is one row of threads. Up to
 # FEW_TILES of them issue fewer instructions than a tile of `SHAPES`, which would be mostly empty.
 FEW_ROWS, FEW_TILES = 8, 4
 FEW_SHAPES = {
-    "float32": Shape(FEW_ROWS, 1, 1, 1, 128, 32, 32, 4, 1, 4, 1),
-    "float64": Shape(FEW_ROWS, 1, 1, 1, 128, 16, 16, 2, 1, 2, 1),
+    "float32": Shape(FEW_ROWS, 1, 1, 1, 128, 32, 32, 4, 1, 4, 1, 1),
+    "float64": Shape(FEW_ROWS, 1, 1, 1, 128, 16, 16, 2, 1, 2, 1, 1),
 }
 
 # Keys of a split, whole tiles of every shape, for each SPLIT_ROWS query rows of a head. So a head has as many
@@ -109,12 +118,18 @@ SPLIT_KEYS, SPLIT_ROWS = 512, 64
 
 # In the simulator a thread is one of Python's.
 SIMULATED_SPLIT_KEYS, SIMULATED_SPLIT_ROWS = 8, 8
-SIMULATED_SHAPE = Shape(2, 2, 4, 2, 2, 4, 2, 2, 2, 2, 2)
-SIMULATED_FEW_SHAPE = Shape(2, 2, 2, 1, 2, 4, 2, 2, 1, 2, 1)
+SIMULATED_SHAPE = Shape(2, 2, 4, 2, 2, 4, 2, 2, 2, 2, 2, 2)
+SIMULATED_FEW_SHAPE = Shape(2, 2, 2, 1, 2, 4, 2, 2, 1, 2, 1, 1)
+SIMULATED_TENSOR_SHAPE = Shape(2, 4, 8, 8, 4, 16, 8, 4, 2, 1, 4, 2, True, 2)
 
 
-def choose_shape(dtype: str, head_rows: int, value_dim: int, simulated: bool) -> Shape:
-    """The tiles for `head_rows` query rows that read one key/value head."""
+def choose_shape(
+    dtype: str, head_rows: int, value_dim: int, simulated: bool, has_tensor_cores: bool = False
+) -> Shape:
+    """The tiles for `head_rows` query rows that read one key/value head. has_tensor_cores: the device has
+    those that multiply TF32, from compute capability 8.0 on."""
+    if simulated and has_tensor_cores:
+        return SIMULATED_TENSOR_SHAPE
     if simulated:
         return SIMULATED_FEW_SHAPE if head_rows <= 2 * SIMULATED_FEW_SHAPE.rows else SIMULATED_SHAPE
     if head_rows <= FEW_ROWS * FEW_TILES:
@@ -123,7 +138,8 @@ def choose_shape(dtype: str, head_rows: int, value_dim: int, simulated: bool) ->
         while rows < min(head_rows, FEW_ROWS):
             rows *= 2
         return shape._replace(rows=rows, row_vector=min(rows, shape.row_vector))
-    return SHAPES[dtype, 64 if value_dim <= 64 else 128]
+    columns = 64 if value_dim <= 64 else 128
+    return TENSOR_SHAPES[columns] if has_tensor_cores and dtype == "float32" else SHAPES[dtype, columns]
 
 
 def keys_of_a_split(head_rows: int, simulated: bool) -> int:

@@ -1,5 +1,5 @@
-"""What Numba cannot express: arrays by address, loads of whole spans, bfloat16, and the hardware's power of
-two and maximum.
+"""What Numba cannot express: arrays by address, loads of whole spans, bfloat16, tensor cores, and the
+hardware's power of two and maximum.
 
 In the simulator each is a Python function with the same result. Modules that only numba-cuda has are imported
 inside functions, as Numba's own CUDA target takes its place where it is not installed.
@@ -198,6 +198,86 @@ def larger(dtype: str) -> Any:
 
         return larger_in_python
     return _one_call("llvm.nvvm.fmax.f" if dtype == "float32" else "llvm.nvvm.fmax.d", 2)
+
+
+@cache
+def to_tf32() -> Any:
+    """``to_tf32(x)``: x rounded to TF32, 11 bits, ties away from zero. Nonfinite numbers and the largest ones
+    become any."""
+    if config.ENABLE_CUDASIM:
+
+        @cuda.jit(device=True)
+        def to_tf32_in_python(x):
+            bits = np.float32(x).view(np.uint32)
+            return np.uint32(int(bits) + 0x1000 & 0xFFFFE000).view(np.float32)
+
+        return to_tf32_in_python
+
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    @intrinsic
+    def to_tf32(context, x):
+        def codegen(context, builder, signature, arguments):
+            word = ir.IntType(32)
+            bits = builder.bitcast(arguments[0], word)
+            bits = builder.and_(builder.add(bits, word(0x1000)), word(0xFFFFE000))
+            return builder.bitcast(bits, ir.FloatType())
+
+        return types.float32(x), codegen
+
+    return to_tf32
+
+
+@cache
+def multiply_tile() -> Any:
+    """``multiply(sums, a0, a1, a2, a3, b0, b1)``: a warp's tile of sums with products of TF32 numbers added,
+    `mma.m16n8k8` of PTX, which says which number each argument is. In the simulator a block is a warp."""
+    if config.ENABLE_CUDASIM:
+
+        @cuda.jit(device=True)
+        def multiply_in_python(sums, *numbers):
+            given = cuda.shared.array((32, 6), np.float32)
+            lane = cuda.threadIdx.x
+            for n, x in enumerate(numbers):
+                given[lane, n] = x
+            cuda.syncthreads()
+            y, x = lane // 4, lane % 4
+            new = []
+            for n, one in enumerate(sums):
+                row, column = y, 2 * x + n % 2
+                for k in range(8):
+                    left = given[4 * row + k % 4, 2 * (k // 4) + n // 2]
+                    one += left * given[4 * column + k % 4, 4 + k // 4]
+                new.append(np.float32(one))
+            cuda.syncthreads()
+            return tuple(new)
+
+        return multiply_in_python
+
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    four = types.UniTuple(types.float32, 4)
+
+    @intrinsic
+    def multiply(context, sums, a0, a1, a2, a3, b0, b1):
+        def codegen(context, builder, signature, arguments):
+            word, real = ir.IntType(32), ir.FloatType()
+            kind = ir.FunctionType(ir.LiteralStructType([real] * 4), [word] * 6 + [real] * 4)
+            code = (
+                "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+            )
+            constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+            numbers = [builder.bitcast(x, word) for x in arguments[1:]]
+            so_far = [builder.extract_value(arguments[0], n) for n in range(4)]
+            made = builder.call(ir.InlineAsm(kind, code, constraints), numbers + so_far)
+            return context.make_tuple(builder, four, [builder.extract_value(made, n) for n in range(4)])
+
+        return four(four, *[types.float32] * 6), codegen
+
+    return multiply
 
 
 def _one_call(name: str, n_arguments: int) -> Any:

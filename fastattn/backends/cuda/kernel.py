@@ -53,6 +53,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     HAS_TESTS = form.has_dense or form.has_mask_mod  # of each score
     HAS_MASKS = HAS_TESTS or HAS_MASK_MAP  # beside intervals
     CHANGES_SCORES = HAS_BIAS or form.has_score_mod  # perhaps to -inf
+    FETCHES_AHEAD = shape.is_tensor and not HAS_MASKS and form.result != "weights"
     IS_WEIGHTS, ZERO, MASKED = form.result == "weights", real(0), real(-math.inf)
     ALL = U((1 << ROWS * KEYS) - 1)  # a bit for each score of a thread
 
@@ -62,8 +63,8 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     allowed_bits = mask_tile.allowed_bits(form, mask_mod)
     modify_scores, masked_bits = epilogue.modify_scores(form, score_mod), epilogue.masked_bits(form)
     add_bias, mask_scores = epilogue.mask_scores(form, True), epilogue.mask_scores(form, False)
-    score, fetch_values = stages.score(form), tiles.fetch_values(form)
-    softmax, put_weights, accumulate = stages.softmax(form), stages.put_weights(form), stages.accumulate(form)
+    score, fetch_scores, fetch_values = stages.score(form), tiles.fetch_scores(form), tiles.fetch_values(form)
+    softmax, accumulate = stages.softmax(form), stages.accumulate(form)
     write_weights, finish = stages.write_weights(form), stages.finish(form)
 
     def attend(inputs, masks, results, sizes, cut, aux, scale, softcap):
@@ -94,6 +95,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
                 acc[i, c] = ZERO
         cuda.syncthreads()
         keys = find_keys(rows, len_k, block.split, cut[2])
+        is_ahead = False
 
         for key0 in range(keys.low // TILE_KEYS * TILE_KEYS, keys.high, TILE_KEYS):
             n_keys = min(TILE_KEYS, keys.high - key0)
@@ -115,7 +117,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
                     is_full = cuda.syncthreads_and(np.int32(allowed == ALL)) != 0
 
             at_k = element(k_view, block.item, block.kv_head, key0)
-            score(s, q, k, lines, q_view, k_view, at_k, n_keys, head_dim, thread, shared, staged)
+            score(s, q, k, lines, q_view, k_view, at_k, n_keys, head_dim, thread, shared, staged, is_ahead)
             modify_scores(s, scale, softcap, aux, rows, block, key0, len_k, thread)
             if is_full:
                 if HAS_BIAS:
@@ -126,7 +128,7 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
                 write_weights(s, results, rows, block, sizes, key0, thread)
                 continue
             at_v = element(v_view, block.item, block.kv_head, key0)
-            nonfinite = fetch_values(  # the first of them, which are on their way during the softmax
+            fetch_values(  # the first of them, which are on their way during the softmax
                 v, at_v, v_view[3], v_view[4], n_keys, block.column0, value_dim, number, staged_values
             )
             is_partial = CHANGES_SCORES or not is_full
@@ -134,9 +136,15 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
             if is_partial:
                 masked = masked_bits(s)
             softmax(s, acc, own_max, own_sum, tile_max, thread, shared)
-            put_weights(s, masked, is_partial, thread, shared)
+            if FETCHES_AHEAD:  # of the next tile
+                is_ahead = key0 + TILE_KEYS < keys.high
+                if is_ahead:
+                    fetch_scores(
+                        q, k, lines, q_view[4], at_k + TILE_KEYS * k_view[3], k_view[3], k_view[4],
+                        min(TILE_KEYS, keys.high - key0 - TILE_KEYS), 0, head_dim, number, staged,
+                    )  # fmt: skip
             accumulate(
-                acc, v, v_view, at_v, n_keys, nonfinite, is_partial, block, value_dim, thread, shared,
+                acc, s, masked, v, v_view, at_v, n_keys, is_partial, block, value_dim, thread, shared,
                 staged_values,
             )  # fmt: skip
         if not IS_WEIGHTS:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from fastattn.backends.cuda import tiles
+from fastattn.backends.cuda import tensor, tiles
 from fastattn.backends.cuda.form import Form
 from fastattn.backends.cuda.intrinsics import U, larger, memory, power_of_two, read_as, write_as
 from fastattn.backends.cuda.tiles import element, layout
@@ -37,27 +37,38 @@ def score(form: Form) -> Any:
     """S = Q K^T.
 
     The rows of queries begin at `lines`, the first of n_keys keys at at_k. q, k and their views are as in
-    `kernel.attend_kernel`.
+    `kernel.attend_kernel`. is_ahead: the first piece is fetched already.
     """
     shape, where = form.shape, layout(form.shape)
     ROWS, KEYS, DEPTH, BUFFERS = shape.rows, shape.keys, shape.depth, shape.buffers
-    VECTOR, ROW_VECTOR = shape.vector, shape.row_vector
-    TO_KEYS, HALF, ZERO = where.to_keys, where.half, form.real(0)
-    fetch_scores, put_scores = tiles.fetch_scores(form), tiles.put_scores(shape)
-    add_scores = tiles.add_products(form, DEPTH, KEYS, where.k_line)
+    TO_KEYS, HALF, ZERO, IS_TENSOR = where.to_keys, where.half, form.real(0), shape.is_tensor
+    fetch_scores, put_scores = tiles.fetch_scores(form), tiles.put_scores(form)
+    add_scores = tensor.add_scores(form) if IS_TENSOR else tiles.add_scores(form)
+    add_odd_scores = tensor.add_odd_scores(form)
+    #: Nothing else is put where queries and keys are, and there are barriers before they are put again.
+    IS_APART = IS_TENSOR and form.result != "weights"
 
     @cuda.jit(device=True)
-    def score(s, q, k, lines, q_view, k_view, at_k, n_keys, head_dim, thread, shared, staged):
-        own_rows, own_keys = U(thread.y * ROW_VECTOR), U(thread.x * VECTOR)
+    def put(staged, shared, half, thread):
+        """Whether any of the piece is odd, which only tensor cores mind."""
+        odd = put_scores(staged, shared, half, thread)
+        if IS_TENSOR:
+            return cuda.syncthreads_or(odd) != 0
+        cuda.syncthreads()
+        return False
+
+    @cuda.jit(device=True)
+    def score(s, q, k, lines, q_view, k_view, at_k, n_keys, head_dim, thread, shared, staged, is_ahead):
         for i in range(ROWS):
             for c in range(KEYS):
                 s[i, c] = ZERO
-        fetch_scores(
-            q, k, lines, q_view[4], at_k, k_view[3], k_view[4], n_keys, 0, head_dim, thread.number, staged
-        )
-        cuda.syncthreads()
-        put_scores(staged, shared, 0, thread.number)
-        cuda.syncthreads()
+        if not is_ahead:
+            fetch_scores(
+                q, k, lines, q_view[4], at_k, k_view[3], k_view[4], n_keys, 0, head_dim, thread.number, staged
+            )
+        if not IS_APART:
+            cuda.syncthreads()
+        is_odd = put(staged, shared, 0, thread.number)
         half, column = 0, np.int32(DEPTH)
         while column < head_dim + DEPTH:  # Numba counts a range twice, in four registers more
             if column < head_dim:
@@ -65,14 +76,19 @@ def score(form: Form) -> Any:
                     q, k, lines, q_view[4], at_k, k_view[3], k_view[4], n_keys, column, head_dim,
                     thread.number, staged,
                 )  # fmt: skip
-            add_scores(shared, own_rows + U(half * HALF), own_keys + U(half * HALF + TO_KEYS), s)
+            queries, keys = U(half * HALF), U(half * HALF + TO_KEYS)
+            if IS_TENSOR and is_odd:
+                add_odd_scores(shared, queries, keys, thread, s)
+            else:
+                add_scores(shared, queries, keys, thread, s)
             if BUFFERS == 1:
                 cuda.syncthreads()
             else:
                 half = 1 - half
             if column < head_dim:
-                put_scores(staged, shared, half, thread.number)
-            cuda.syncthreads()
+                is_odd = put(staged, shared, half, thread.number)
+            elif not IS_APART:
+                cuda.syncthreads()
             column = np.int32(column + DEPTH)
 
     return score
@@ -113,7 +129,7 @@ def softmax(form: Form) -> Any:
     return softmax
 
 
-def put_weights(form: Form) -> Any:
+def _put_weights(form: Form) -> Any:
     """Puts the weights into shared memory, transposed.
 
     In a partial tile, weights with a bit in `masked` become -0. No other weight is -0.
@@ -141,20 +157,20 @@ def put_weights(form: Form) -> Any:
 def accumulate(form: Form) -> Any:
     """O += P V, `value_keys` keys at a time.
 
-    The first of the tile's n_keys keys begins at at_v. The first piece of values is fetched already;
-    `nonfinite` is 1 if it holds a nonfinite value, else 0. v and v_view are as in `kernel.attend_kernel`.
+    The first of the tile's n_keys keys begins at at_v. The first piece of values is fetched already. v and
+    v_view are as in `kernel.attend_kernel`. The weights are in s; those with a bit in `masked` add nothing,
+    whatever the value.
     """
     shape, where = form.shape, layout(form.shape)
     TILE_KEYS, VALUE_KEYS, BUFFERS = shape.tile_k, shape.value_keys, shape.buffers
-    VECTOR, ROW_VECTOR = shape.vector, shape.row_vector
-    Q_LINE, TO_VALUES, VALUES_HALF = where.q_line, where.to_values, where.values_half
-    ROWS, COLUMNS, TILE_COLUMNS, ZERO, ONE = (
-        shape.rows, shape.columns, shape.tile_columns, form.real(0), form.real(1),
-    )  # fmt: skip
+    VECTOR, ROW_VECTOR, IS_TENSOR = shape.column_vector, shape.row_vector, shape.is_tensor
+    Q_LINE, V_LINE, TO_VALUES, VALUES_HALF = where.q_line, where.v_line, where.to_values, where.values_half
+    ROWS, COLUMNS, ZERO, ONE = shape.rows, shape.columns, form.real(0), form.real(1)
     THREADS_Q, THREADS_K = shape.threads_q, shape.threads_k
     row_apart, apart = tiles.apart(ROW_VECTOR), tiles.apart(VECTOR)
-    fetch_values, put_values = tiles.fetch_values(form), tiles.put_values(shape)
-    add_values = tiles.add_products(form, VALUE_KEYS, COLUMNS, TILE_COLUMNS)
+    fetch_values, put_values = tiles.fetch_values(form), tiles.put_values(form)
+    put_weights = _put_weights(form)
+    add_values = tiles.add_products(form, VALUE_KEYS, COLUMNS, V_LINE, VECTOR)
 
     @cuda.jit(device=True)
     def add_nonfinite_values(acc, own_rows, own_columns, shared):
@@ -164,26 +180,30 @@ def accumulate(form: Form) -> Any:
                 weight = shared[own_rows + U(j * Q_LINE) + row_apart(i, THREADS_Q)]
                 if weight != ZERO or math.copysign(ONE, weight) > ZERO:
                     for c in range(COLUMNS):
-                        x = shared[own_columns + U(j * TILE_COLUMNS) + apart(c, THREADS_K)]
+                        x = shared[own_columns + U(j * V_LINE) + apart(c, THREADS_K)]
                         acc[i, c] = cuda.fma(weight, x, acc[i, c])
 
     @cuda.jit(device=True)
-    def accumulate(
-        acc, v, v_view, at_v, n_keys, nonfinite, is_partial, block, value_dim, thread, shared, staged
-    ):  # fmt: skip
+    def places(thread, j0, half):
+        """Where a thread's weights and values of a piece begin."""
         own_rows, own_columns = U(thread.y * ROW_VECTOR), U(thread.x * VECTOR)
-        put_values(staged, shared, 0, thread.number)
-        has_nonfinite = cuda.syncthreads_or(nonfinite) != 0
+        return own_rows + U(j0 * Q_LINE), own_columns + U(TO_VALUES + half * VALUES_HALF)
+
+    @cuda.jit(device=True)
+    def accumulate(
+        acc, s, masked, v, v_view, at_v, n_keys, is_partial, block, value_dim, thread, shared, staged
+    ):  # fmt: skip
+        put_weights(s, masked, is_partial, thread, shared)
+        has_nonfinite = cuda.syncthreads_or(put_values(staged, shared, 0, thread.number)) != 0
         half, j0 = 0, np.int32(0)
         while j0 < TILE_KEYS:
-            nonfinite = np.int32(0)
             if j0 + VALUE_KEYS < TILE_KEYS:
                 at_v += VALUE_KEYS * v_view[3]
                 n_keys -= VALUE_KEYS
-                nonfinite = fetch_values(
+                fetch_values(
                     v, at_v, v_view[3], v_view[4], n_keys, block.column0, value_dim, thread.number, staged
                 )
-            to_weights, to_values = own_rows + U(j0 * Q_LINE), own_columns + U(TO_VALUES + half * VALUES_HALF)
+            to_weights, to_values = places(thread, j0, half)
             if has_nonfinite and is_partial:
                 add_nonfinite_values(acc, to_weights, to_values, shared)
             else:
@@ -193,11 +213,48 @@ def accumulate(form: Form) -> Any:
             else:
                 half = 1 - half
             if j0 + VALUE_KEYS < TILE_KEYS:
-                put_values(staged, shared, half, thread.number)
-                has_nonfinite = cuda.syncthreads_or(nonfinite) != 0
+                has_nonfinite = cuda.syncthreads_or(put_values(staged, shared, half, thread.number)) != 0
             j0 = np.int32(j0 + VALUE_KEYS)
 
-    return accumulate
+    if not IS_TENSOR:
+        return accumulate
+    add_piece, put_odd = tensor.add_values(form), tiles.put_values(form, True)
+
+    @cuda.jit(device=True)
+    def accumulate_by_tensor_cores(
+        acc, s, masked, v, v_view, at_v, n_keys, is_partial, block, value_dim, thread, shared, staged
+    ):  # fmt: skip
+        is_odd = put_values(staged, shared, 0, thread.number)
+        cuda.syncthreads()
+        half, j0 = 0, np.int32(0)
+        while j0 < TILE_KEYS:
+            if j0 + VALUE_KEYS < TILE_KEYS:
+                fetch_values(
+                    v, at_v + (j0 + VALUE_KEYS) * v_view[3], v_view[3], v_view[4], n_keys - (j0 + VALUE_KEYS),
+                    block.column0, value_dim, thread.number, staged,
+                )  # fmt: skip
+            add_piece(shared, U(TO_VALUES + half * VALUES_HALF), thread, s, acc)
+            half = 1 - half
+            if j0 + VALUE_KEYS < TILE_KEYS:
+                is_odd |= put_values(staged, shared, half, thread.number)
+                cuda.syncthreads()
+            j0 = np.int32(j0 + VALUE_KEYS)
+        if cuda.syncthreads_or(is_odd) != 0:
+            put_weights(s, masked, is_partial, thread, shared)
+            j0 = np.int32(0)
+            while j0 < TILE_KEYS:
+                fetch_values(
+                    v, at_v + j0 * v_view[3], v_view[3], v_view[4], n_keys - j0, block.column0, value_dim,
+                    thread.number, staged,
+                )  # fmt: skip
+                cuda.syncthreads()
+                put_odd(staged, shared, 0, thread.number)
+                cuda.syncthreads()
+                to_weights, to_values = places(thread, j0, 0)
+                add_nonfinite_values(acc, to_weights, to_values, shared)
+                j0 = np.int32(j0 + VALUE_KEYS)
+
+    return accumulate_by_tensor_cores
 
 
 def write_weights(form: Form) -> Any:
@@ -243,7 +300,7 @@ def finish(form: Form) -> Any:
     HAS_SINKS, IS_EVEN, IS_PARTS = form.has_sinks, form.is_even, form.result == "parts"
     ZERO, ONE, MASKED, UNIT = real(0), real(1), real(-math.inf), natural_unit(form.dtype, form.is_natural)
     weigh = power(form.dtype, form.is_natural)
-    row_place, place = tiles.place(shape.row_vector), tiles.place(shape.vector)
+    row_place, place = tiles.place(shape.row_vector), tiles.place(shape.column_vector)
 
     @cuda.jit(device=True)
     def add(x, y):

@@ -91,6 +91,8 @@ class Stream:
         import cuda.core as core
 
         self.number = number
+        #: That multiply TF32.
+        self.has_tensor_cores = cuda.get_current_device().compute_capability >= (8, 0)
         self.launch: Any = cuda.external_stream(number)  #: what Numba launches kernels on
         self._pool = core.DeviceMemoryResource(device)
         self._core_stream = _core_stream(number)
@@ -232,7 +234,7 @@ class SimulatedStream(Stream):
     """The same in Numba's simulator, where a GPU's addresses are the host's."""
 
     def __init__(self) -> None:
-        self.launch = 0
+        self.launch, self.has_tensor_cores = 0, False
 
     def wait_for(self, memory: Memory) -> None:
         pass

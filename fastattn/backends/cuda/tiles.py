@@ -29,8 +29,9 @@ LANES = 1 if config.ENABLE_CUDASIM else 32
 class Layout(NamedTuple):
     """The places in shared memory, in elements. Queries and the weights begin at 0."""
 
-    q_line: int
+    q_line: int  #: of the weights, and of queries where they lie transposed
     k_line: int
+    v_line: int
     to_keys: int  #: behind the queries
     half: int  #: of queries and keys
     to_values: int
@@ -41,13 +42,18 @@ class Layout(NamedTuple):
 
 def layout(shape: Shape) -> Layout:
     """How shared memory is cut for tiles of this shape."""
-    q_line, k_line = shape.tile_q + shape.row_vector, shape.tile_k + shape.vector
-    half = shape.depth * (q_line + k_line)
+    q_line, k_line, v_line = shape.tile_q + shape.row_vector, shape.tile_k + shape.vector, shape.tile_columns
+    to_keys = shape.depth * q_line
+    half = to_keys + shape.depth * k_line
+    if shape.is_tensor:  # rows of queries and keys, which a warp reads without conflicts
+        to_keys = shape.depth * shape.tile_q
+        half, v_line = to_keys + shape.depth * shape.tile_k, v_line + 4
     to_values = max(shape.buffers * half, shape.tile_k * q_line)
-    values_half = shape.value_keys * shape.tile_columns
+    to_values += -to_values % 4  # for loads of 16 bytes
+    values_half = shape.value_keys * v_line
     to_sums = to_values + shape.buffers * values_half
     sums = shape.tile_q * (shape.threads_k // LANES if shape.threads_k > LANES else 0)
-    return Layout(q_line, k_line, shape.depth * q_line, half, to_values, values_half, to_sums, to_sums + sums)
+    return Layout(q_line, k_line, v_line, to_keys, half, to_values, values_half, to_sums, to_sums + sums)
 
 
 class Turns(NamedTuple):
@@ -161,32 +167,58 @@ def fetch_scores(form: Form) -> Any:
     return fetch_scores
 
 
-def put_scores(shape: Shape) -> Any:
-    """Puts what `fetch_scores` fetched into a half of its place in shared memory, transposed."""
-    TILE_ROWS, SPAN = shape.tile_q, shape.span
+def put_scores(form: Form) -> Any:
+    """Puts what `fetch_scores` fetched into a half of its place in shared memory, transposed; where tensor
+    cores multiply, as it is. 1 if any of it is nonfinite or too large for TF32, else 0, which only those
+    use."""
+    shape, find, ZERO = form.shape, find_odd(form), form.real(0)
+    TILE_ROWS, SPAN, DEPTH = shape.tile_q, shape.span, shape.depth
     GROUPS, LINES = shape.depth // SPAN, shape.num_threads * SPAN // shape.depth
     Q_TURNS, K_TURNS, _ = turns(shape)
-    Q_LINE, K_LINE, TO_KEYS, HALF, *_ = layout(shape)
+    where = layout(shape)
+    TO_KEYS, HALF, COUNT = where.to_keys, where.half, (Q_TURNS + K_TURNS) * SPAN
+    # How far rows and columns are apart.
+    Q_ROW, Q_COLUMN = (DEPTH, 1) if shape.is_tensor else (1, where.q_line)
+    K_ROW, K_COLUMN = (DEPTH, 1) if shape.is_tensor else (1, where.k_line)
 
     @cuda.jit(device=True)
     def put_scores(staged, shared, half, thread):
         first, column = U(thread) // U(GROUPS), U(thread) % U(GROUPS) * U(SPAN)
-        to_queries = U(half * HALF) + column * U(Q_LINE) + first
+        to_queries = U(half * HALF) + column * U(Q_COLUMN) + first * U(Q_ROW)
         for turn in range(Q_TURNS):
             if TILE_ROWS % LINES == 0 or first + U(turn * LINES) < U(TILE_ROWS):
                 for e in range(SPAN):
-                    shared[to_queries + U(e * Q_LINE + turn * LINES)] = staged[turn * SPAN + e]
-        to_keys = U(half * HALF + TO_KEYS) + column * U(K_LINE) + first
+                    at = to_queries + U(e * Q_COLUMN + turn * LINES * Q_ROW)
+                    shared[at] = staged[turn * SPAN + e]
+        to_keys = U(half * HALF + TO_KEYS) + column * U(K_COLUMN) + first * U(K_ROW)
         for turn in range(K_TURNS):
             for e in range(SPAN):
-                shared[to_keys + U(e * K_LINE + turn * LINES)] = staged[(Q_TURNS + turn) * SPAN + e]
+                at = to_keys + U(e * K_COLUMN + turn * LINES * K_ROW)
+                shared[at] = staged[(Q_TURNS + turn) * SPAN + e]
+        zeros = ZERO  # or NaN
+        for e in range(COUNT):
+            zeros = find(staged[e], zeros)
+        return np.int32(zeros != ZERO)
 
     return put_scores
 
 
 @cache
+def find_odd(form: Form) -> Any:
+    """``find_odd(x, zeros)``: `zeros`, or NaN where x is odd: nonfinite or, where tensor cores multiply, so
+    large that TF32 may be."""
+    ZERO, FOUR, IS_TENSOR = form.real(0), form.real(4), form.shape.is_tensor
+
+    @cuda.jit(device=True)
+    def find_odd(x, zeros):
+        return cuda.fma(x * FOUR if IS_TENSOR else x, ZERO, zeros)
+
+    return find_odd
+
+
+@cache
 def fetch_values(form: Form) -> Any:
-    """Fetches the values of `value_keys` keys, in a tile's columns; 1 if any of them is nonfinite, else 0.
+    """Fetches the values of `value_keys` keys, in a tile's columns.
 
     The first of n_keys keys is at v_at; the columns are those from column0 on. There are v_row elements from
     one key to the next, v_step from one column to the next.
@@ -194,7 +226,7 @@ def fetch_values(form: Form) -> Any:
     shape, fetch_span = form.shape, fetch(form, form.stored.v)
     SPAN, IS_EVEN, IS_PACKED = shape.span, form.is_even, form.is_packed
     GROUPS, LINES = shape.tile_columns // SPAN, shape.num_threads * SPAN // shape.tile_columns
-    V_TURNS, ZERO = turns(shape).values, form.real(0)
+    V_TURNS = turns(shape).values
 
     @cuda.jit(device=True)
     def fetch_values(v, v_at, v_row, v_step, n_keys, column0, value_dim, thread, staged):
@@ -203,41 +235,50 @@ def fetch_values(form: Form) -> Any:
         first, column = np.int64(U(thread) // U(GROUPS)), np.int64(U(thread) % U(GROUPS)) * SPAN + column0
         left, keys_left = SPAN if IS_EVEN else value_dim - column, np.int32(n_keys - first)
         v_at += first * v_row + column * v_step
-        zeros = ZERO  # or NaN
         for turn in range(V_TURNS):
             count = left if np.int32(turn * LINES) < keys_left else 0
             fetch_span(v, v_at + turn * LINES * v_row, v_step, count, staged, turn * SPAN)
-            for e in range(SPAN):
-                zeros = cuda.fma(staged[turn * SPAN + e], ZERO, zeros)
-        return np.int32(zeros != ZERO)
 
     return fetch_values
 
 
-def put_values(shape: Shape) -> Any:
-    """Puts what `fetch_values` fetched into a half of its place in shared memory."""
-    THREADS, SPAN, V_TURNS = shape.num_threads, shape.span, turns(shape).values
-    TO_VALUES, VALUES_HALF = layout(shape).to_values, layout(shape).values_half
+def put_values(form: Form, are_odd: bool = False) -> Any:
+    """Puts what `fetch_values` fetched into a half of its place in shared memory; 1 if any of it is odd, see
+    `find_odd`, else 0. Where tensor cores multiply, 0 is put in the place of those that are odd or, with
+    are_odd, of those that are not."""
+    shape, where, find = form.shape, layout(form.shape), find_odd(form)
+    SPAN, V_TURNS, LINE = shape.span, turns(shape).values, where.v_line
+    GROUPS, LINES = shape.tile_columns // SPAN, shape.num_threads * SPAN // shape.tile_columns
+    TO_VALUES, VALUES_HALF = where.to_values, where.values_half
+    ZERO, IS_TENSOR = form.real(0), shape.is_tensor
 
     @cuda.jit(device=True)
     def put_values(staged, shared, half, thread):
-        at = U(TO_VALUES + half * VALUES_HALF) + U(thread) * U(SPAN)
+        first, column = U(thread) // U(GROUPS), U(thread) % U(GROUPS) * U(SPAN)
+        at = U(TO_VALUES + half * VALUES_HALF) + first * U(LINE) + column
+        zeros = ZERO  # or NaN
         for turn in range(V_TURNS):
             for e in range(SPAN):
-                shared[at + U(turn * THREADS * SPAN + e)] = staged[turn * SPAN + e]
+                x = staged[turn * SPAN + e]
+                zero = find(x, ZERO)
+                if IS_TENSOR and (zero != ZERO) != are_odd:
+                    x = ZERO
+                shared[at + U(turn * LINES * LINE + e)] = x
+                zeros += zero
+        return np.int32(zeros != ZERO)
 
     return put_values
 
 
-def add_products(form: Form, LINES: int, WIDTH: int, LINE: int) -> Any:
+def add_products(form: Form, LINES: int, WIDTH: int, LINE: int, VECTOR: int) -> Any:
     """The register tile of a thread: adds products of ROWS rows with WIDTH columns to its sums.
 
     In each of LINES lines a thread's rows begin at `left`, in lines as long as those of queries, and its
-    columns at `right`, in lines of LINE elements.
+    columns at `right`, in lines of LINE elements, VECTOR of them adjacent.
     """
     real, shape = form.real, form.shape
     ROWS, THREADS_Q, THREADS_K, Q_LINE = shape.rows, shape.threads_q, shape.threads_k, layout(shape).q_line
-    row_offset, offset = apart(shape.row_vector), apart(shape.vector)
+    row_offset, offset = apart(shape.row_vector), apart(VECTOR)
 
     @cuda.jit(device=True)
     def add_line(shared, left, right, line, sums):
@@ -272,6 +313,21 @@ def add_products(form: Form, LINES: int, WIDTH: int, LINE: int) -> Any:
                 add_line(shared, left, right, U(line), sums)
 
     return add_products
+
+
+def add_scores(form: Form) -> Any:
+    """``add_scores(shared, queries, keys, thread, s)``: adds a piece's products to the scores.
+
+    The piece of the queries begins at `queries` in shared memory, that of the keys at `keys`.
+    """
+    shape, VECTOR, ROW_VECTOR = form.shape, form.shape.vector, form.shape.row_vector
+    add = add_products(form, shape.depth, shape.keys, layout(shape).k_line, VECTOR)
+
+    @cuda.jit(device=True)
+    def add_scores(shared, queries, keys, thread, s):
+        add(shared, queries + U(thread.y * ROW_VECTOR), keys + U(thread.x * VECTOR), s)
+
+    return add_scores
 
 
 def reduce_rows(shape: Shape, operate: Any) -> Any:

@@ -103,7 +103,7 @@ LAYERS = [
     {"backends.cuda.form"},
     {"backends.cuda.intrinsics", "backends.cuda.cache"},
     {"backends.cuda.functions", "backends.cuda.stream", "backends.cuda.tiles"},
-    {"backends.cuda.tensor"},
+    {"backends.cuda.tensor", "backends.cuda.launch"},
     {"backends.cuda.blocks", "backends.cuda.epilogue", "backends.cuda.mask_tile", "backends.cuda.stages"},
     {"backends.cuda.kernel"},
     {"backends.cuda.engine", "backends.cuda.combine"},

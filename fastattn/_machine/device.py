@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from functools import cache
+from itertools import accumulate
 from math import prod
+from operator import mul
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +112,7 @@ class DeviceArray:
         """A result for the backend to allocate, on this array's GPU and of its library."""
         memory = Memory(self.memory.device)
         memory.shape, memory.dtype, memory.like = shape, dtype, self.memory.owner
-        return DeviceArray(memory, shape, _c_strides(shape, dtype.itemsize), dtype)
+        return DeviceArray(memory, shape, c_strides(shape, dtype.itemsize), dtype)
 
     def addresses(self) -> np.ndarray:
         """An ndarray with the same addresses, for NumPy's functions on memory layout: it has no readable
@@ -267,11 +270,13 @@ def as_device_array(value: Any, name: str) -> DeviceArray | None:
     if getattr(value, "requires_grad", False) is True:
         raise TypeError(f"{name} requires grad, and gradients are not computed here: pass {name}.detach()")
     try:
-        where = _where(value)
-        if where is None:
-            return None
-        interface, device = where
-        array = _from_dlpack(value) if interface is None else _from_interface(value, interface, device)
+        array = _from_torch(value)
+        if array is None:
+            where = _where(value)
+            if where is None:
+                return None
+            interface, device = where
+            array = _from_dlpack(value) if interface is None else _from_interface(value, interface, device)
     except (TypeError, ValueError, KeyError, BufferError, RuntimeError, ImportError) as error:
         raise TypeError(f"{name} does not convert to an array: {error}") from error
     if array.stored.kind == "V" and array.stored.name != "bfloat16":  # of no dtype that NumPy knows
@@ -282,10 +287,11 @@ def as_device_array(value: Any, name: str) -> DeviceArray | None:
         )
     if not array.stored.isnative:
         raise TypeError(f"{name} has dtype {array.stored}: a GPU does not read numbers with swapped bytes")
-    steps = [s for n, s in zip(array.shape, array.strides, strict=True) if n > 1]
-    if any(step % array.stored.itemsize for step in (array.memory.address or 0, *steps)):
+    itemsize = array.stored.itemsize
+    steps = [s for n, s in zip(array.shape, array.strides, strict=True) if n > 1 and s % itemsize]
+    if steps or (array.memory.address or 0) % itemsize:
         raise ValueError(
-            f"{name} is not aligned: a GPU reads {array.stored} at multiples of {array.stored.itemsize} bytes"
+            f"{name} is not aligned: a GPU reads {array.stored} at multiples of {itemsize} bytes"
         )
     return array
 
@@ -323,6 +329,29 @@ def _where(value: Any) -> tuple[Any, int | None] | None:
     return None if interface is None and device is None else (interface, device)
 
 
+def _from_torch(value: Any) -> DeviceArray | None:
+    """A tensor on a GPU of a usual dtype. Its interfaces say the same in several times as long, and are
+    for all else."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(value) is not torch.Tensor or not value.is_cuda:
+        return None
+    if value.layout is not torch.strided or (stored := _dtype_of_torch(value.dtype)) is None:
+        return None
+    strides = tuple([step * stored.itemsize for step in value.stride()])
+    return DeviceArray(
+        Memory(value.device.index, value.data_ptr(), value), tuple(value.shape), strides, stored
+    )
+
+
+@cache
+def _dtype_of_torch(kind: Any) -> np.dtype | None:
+    """The dtype of a tensor's as NumPy has it; None where it has none, or backends do not read it."""
+    name = str(kind).removeprefix("torch.")
+    if name == "bfloat16":
+        return _bfloat16()
+    return np.dtype(name) if name in ("float16", "float32", "float64") else None
+
+
 def _from_interface(value: Any, interface: Any, device: int | None) -> DeviceArray:
     if not isinstance(interface, dict):
         raise TypeError(f"its __cuda_array_interface__ must be a dict, got {interface!r}")
@@ -333,7 +362,7 @@ def _from_interface(value: Any, interface: Any, device: int | None) -> DeviceArr
     if stored.itemsize == 2 and stored.kind in "Vu" and str(value.dtype).rpartition(".")[2] == "bfloat16":
         stored = _bfloat16()
     strides = interface.get("strides")
-    strides = _c_strides(shape, stored.itemsize) if strides is None else tuple(map(int, strides))
+    strides = c_strides(shape, stored.itemsize) if strides is None else tuple(map(int, strides))
     address, readonly = interface["data"]
     if device is None:
         device = _device_of(address)
@@ -351,7 +380,7 @@ def _from_dlpack(value: Any) -> DeviceArray:
     if view.dtype is None:
         raise TypeError("its elements are of no dtype that NumPy knows")
     shape, stored, steps = tuple(view.shape), view.dtype, view.strides
-    strides = _c_strides(shape, stored.itemsize)
+    strides = c_strides(shape, stored.itemsize)
     if steps is not None:
         strides = tuple(step * stored.itemsize for step in steps)
     memory = Memory(view.device_id, view.ptr, value)
@@ -371,5 +400,6 @@ def _device_of(address: int) -> int:
     return int(device) if int(error) == 0 else 0
 
 
-def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    return tuple(itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape)))
+def c_strides(shape: tuple[int, ...], itemsize: int = 1) -> tuple[int, ...]:
+    """Of a C-contiguous array, in units of which an element has `itemsize`."""
+    return tuple(accumulate((itemsize, *shape[:0:-1]), mul))[::-1] if shape else ()

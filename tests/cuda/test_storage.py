@@ -14,6 +14,7 @@ from numba import cuda
 import fastattn
 from fastattn import masks
 from fastattn.backends.cuda.intrinsics import U, memory, read_as, write_as
+from fastattn.backends.cuda.launch import launch_of
 from fastattn.backends.cuda.stream import caller_stream
 from tests.cases import MEMORY_LAYOUTS, random_arrays, stored, upcast
 from tests.conftest import without
@@ -116,7 +117,7 @@ def convert(convert_one, source, result):
 
     with caller_stream(source) as stream:
         read, written = stream.upload(source, source.dtype), stream.room(result.shape, result.dtype)
-        kernel[1, 4, stream.launch](read.words(), written.words(), len(source))
+        launch_of(kernel, 1, 4, read.words(), written.words(), len(source))(stream)
         stream.download(written, result)
     return result
 

@@ -6,7 +6,7 @@ import re
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastattn._call.problem import AnyProblem
 from fastattn._call.storage import Rows
@@ -43,7 +43,7 @@ class CudaBackend(Backend):
         return num_threads
 
     def run(self, problem: AnyProblem, num_threads: int) -> None:
-        import_module("fastattn.backends.cuda.engine").run(problem)
+        _engine().run(problem)
 
     def combine(
         self, pieces: list[tuple[DeviceArray, DeviceArray]], out: DeviceArray, lse: DeviceArray
@@ -54,6 +54,11 @@ class CudaBackend(Backend):
 
 
 backend = CudaBackend()
+
+
+@cache
+def _engine() -> Any:
+    return import_module("fastattn.backends.cuda.engine")
 
 
 @cache

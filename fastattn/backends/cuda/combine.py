@@ -12,6 +12,7 @@ from numba import cuda
 
 from fastattn._machine.device import DeviceArray
 from fastattn.backends.cuda.intrinsics import U, memory, read_as, write_as
+from fastattn.backends.cuda.launch import launch_of
 from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
 from fastattn.backends.cuda.tiles import element
 
@@ -24,8 +25,7 @@ def combine(pieces: list[tuple[DeviceArray, DeviceArray]], out: DeviceArray, lse
         stream.make(out.memory)
         stream.make(lse.memory)
         if lse.size:
-            for array in chain.from_iterable(pieces):
-                stream.wait_for(array.memory)
+            stream.wait_for([array.memory for array in chain.from_iterable(pieces)])
             _fold(stream, pieces, [stream.view(out), stream.view(lse)])
         stream.hand_over(out.memory)
         stream.hand_over(lse.memory)
@@ -55,7 +55,7 @@ def _two(stream: Stream, views: list[View], rows: tuple[int, ...], columns: int)
     for outer in product(*map(range, rows[:-3])):
         words = tuple(view.at(outer).words() for view in views)
         kernel = combine_kernel(*(str(view.dtype) for view in views))
-        kernel[blocks, THREADS, stream.launch](words, inner, columns)
+        launch_of(kernel, blocks, THREADS, words, inner, columns)(stream)
 
 
 @cache

@@ -1,9 +1,15 @@
-"""From a problem to launches: arrays to the device, the specialisation of the kernels, results back."""
+"""From a problem to launches: arrays to the device, the specialisation of the kernels, results back.
+
+What depends on no address is a `Plan`, which is kept for other calls: these make memory, wait for what fills
+it, and launch.
+"""
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,101 +17,217 @@ from fastattn._call.problem import AnyProblem
 from fastattn._call.schedule import needs_natural_scores
 from fastattn._call.storage import REAL, storage_of
 from fastattn._machine.constants import LOG2E
-from fastattn._machine.device import DeviceArray
+from fastattn._machine.device import DeviceArray, c_strides
 from fastattn.backends.cuda.form import Form, Shape, Stored, choose_shape, keys_of_a_split
 from fastattn.backends.cuda.functions import check_indices, device_function
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel
+from fastattn.backends.cuda.launch import launch_of
 from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
 
 #: Threads of a block of `merge`.
 MERGE_THREADS = 4 if SIMULATED else 256
 
+#: A plan depends on addresses by their remainders of this, which the bytes of every span divide.
+ALIGNMENT = 64
+
+ROOM_ALIGNMENT = 256  #: of arrays that share an allocation
+
+#: Plans that are kept, the oldest goes first; those of more launches are not.
+MAX_PLANS, MAX_LAUNCHES = 256, 64
+
+
+class Arrays(NamedTuple):
+    """The arrays of a problem, by whose numbers a plan knows their memory."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any
+    sinks: Any
+    lengths: Any
+    start: Any
+    stop: Any
+    dense: Any
+    index: Any
+    bits: Any
+    out: Any
+    lse: Any
+    weights: Any
+
+
+#: The dtypes of copies of those that are not converted to the problem's.
+COPIED_AS: dict[str, Any] = {
+    "lengths": np.int64, "start": np.int64, "stop": np.int64, "dense": bool, "index": np.int32,
+    "bits": np.uint32,
+}  # fmt: skip
+
+SCRATCH = len(Arrays._fields)  #: the number of what else is written
+RESULTS = Arrays._fields.index("out")
+
+
+class Plan(NamedTuple):
+    """A call without its addresses."""
+
+    launches: list[Any]
+    scratch_nbytes: int
+    held: Any  #: what the functions read, which must live as long
+
+
+_plans: dict[Any, Plan] = {}
+
 
 def run(problem: AnyProblem) -> None:
     """Fill ``problem.out``, and ``problem.lse`` and ``problem.weights`` where present."""
-    results: tuple[Any, ...] = problem.out, problem.lse, problem.weights
+    arrays = _arrays(problem)
     made: list[Any] = [
-        array for array in results if isinstance(array, DeviceArray) and array.memory.address is None
+        array for array in arrays[RESULTS:] if type(array) is DeviceArray and array.memory.address is None
     ]
+    aux = [value for mod in (problem.score_mod, problem.mask_mod) if mod is not None for value in mod.aux]
+    is_empty = 0 in problem.query.shape[:-1]
     with caller_stream(problem.query) as stream:
+        if not is_empty:
+            given = [array.memory for array in (*arrays, *aux) if type(array) is DeviceArray]
+            stream.wait_for([memory for memory in given if memory.address is not None])
         for array in made:
             stream.make(array.memory, filled_with_zeros=array is problem.weights)
-        if problem.batch * problem.num_heads * problem.len_q > 0:
-            read = problem.query, problem.key, problem.value, problem.plain_bias, problem.dense, problem.sinks
-            mods = (mod for mod in (problem.score_mod, problem.mask_mod) if mod is not None)
-            for array in (*read, problem.out, *(value for mod in mods for value in mod.aux)):
-                if isinstance(array, DeviceArray):
-                    stream.wait_for(array.memory)
-            _solve(problem, stream)
+        if not is_empty:
+            _solve(problem, arrays, stream)
         for array in made:
             stream.hand_over(array.memory)
 
 
-def _solve(problem: AnyProblem, stream: Stream) -> None:
+def _arrays(problem: AnyProblem) -> Arrays:
+    band, mask_map = problem.band, problem.mask_map
+    return Arrays(
+        problem.query, problem.key, problem.value, problem.plain_bias, problem.sinks,
+        None if band is None else band.lengths, problem.key_start, problem.key_stop, problem.dense,
+        None if mask_map is None else mask_map.index, None if mask_map is None else mask_map.bits,
+        problem.out, problem.lse, problem.weights,
+    )  # fmt: skip
+
+
+def _solve(problem: AnyProblem, arrays: Arrays, stream: Stream) -> None:
+    copies: dict[int, View] = {}  # on the device, of arrays on the host
+    addresses = []
+    for number, array in enumerate(arrays):
+        address = 0
+        if type(array) is DeviceArray:
+            address = array.memory.address or 0
+            address -= address % ALIGNMENT
+        elif array is not None:
+            if number < RESULTS:
+                copy = stream.upload(array, _copied_as(Arrays._fields[number], array, problem.dtype))
+            else:
+                copy = stream.room(array.shape, array.dtype, filled_with_zeros=True)
+            address, copies[number] = copy.address, copy
+        addresses.append(address)
+
+    signature = _signature(problem, arrays, stream.device)
+    plan = _plans.get(signature) if signature else None
+    if plan is None:
+        plan = _plan(problem, arrays, copies, stream)
+        if signature and len(plan.launches) <= MAX_LAUNCHES:
+            if len(_plans) >= MAX_PLANS:
+                with suppress(RuntimeError):  # another thread keeps one at the same time
+                    _plans.pop(next(iter(_plans)), None)
+            _plans[signature] = plan
+    if plan.scratch_nbytes:
+        scratch = stream.room((plan.scratch_nbytes,), np.uint8)
+        addresses.append(scratch.address)
+    for launch in plan.launches:
+        launch(stream, addresses)
+    for number in range(RESULTS, SCRATCH):
+        if number in copies:
+            stream.download(copies[number], arrays[number])
+
+
+def _copied_as(name: str, array: Any, dtype: np.dtype) -> Any:
+    """The dtype of a copy on the device."""
+    if storage_of(array.dtype) != REAL:
+        return array.dtype.newbyteorder("=")
+    return COPIED_AS.get(name, dtype)
+
+
+def _signature(problem: AnyProblem, arrays: Arrays, device: int) -> Any:
+    """All that a plan depends on; None where it depends on more, as on functions."""
+    if problem.score_mod is not None or problem.mask_mod is not None:
+        return None
+    band = problem.band
+    return (
+        device, problem.dtype, problem.scale, problem.softcap,
+        None if band is None else (band.left, band.right, band.at_end),
+        *[
+            None if x is None
+            else (x.shape, x.strides, x.stored, (x.memory.address or 0) % ALIGNMENT) if type(x) is DeviceArray
+            else (x.shape, x.strides, x.dtype)
+            for x in arrays
+        ],
+    )  # fmt: skip
+
+
+def _plan(problem: AnyProblem, arrays: Arrays, copies: dict[int, View], stream: Stream) -> Plan:
     dtype = problem.dtype
     H, K, L = problem.num_heads, problem.num_kv_heads, problem.len_q
     S, D, E, n_lead = problem.len_k, problem.head_dim, problem.value_dim, len(problem.lead)
     B = problem.lead[-1] if n_lead else 1
 
-    def staged(array: Any, kind: Any) -> View | None:
+    def placed(number: int) -> View | None:
+        array = arrays[number]
         if array is None:
             return None
-        if isinstance(array, DeviceArray):
-            return stream.view(array)
-        is_stored = storage_of(array.dtype) != REAL
-        return stream.upload(array, array.dtype.newbyteorder("=") if is_stored else kind)
+        if number in copies:
+            return copies[number]._replace(owner=number, address=0)
+        view, address = stream.view(array), array.memory.address or 0
+        return view._replace(owner=number, address=view.address - address + address % ALIGNMENT)
 
-    def result(array: Any, shape: tuple[int, ...]) -> View:
-        """Where kernels write it: in place, or where the host copies it from."""
-        if isinstance(array, DeviceArray):
-            return stream.view(array)
-        return stream.room(shape, dtype if array is None else array.dtype, True)
+    scratch_nbytes = 0
 
-    mask_map, band = problem.mask_map, problem.band
-    inputs = [staged(array, dtype) for array in (problem.query, problem.key, problem.value)]
-    inputs += [staged(array, dtype) for array in (problem.plain_bias, problem.sinks)]
-    lengths = staged(None if band is None else band.lengths, np.int64)
-    start, stop = (staged(array, np.int64) for array in (problem.key_start, problem.key_stop))
-    dense = staged(problem.dense, bool)
-    index = staged(None if mask_map is None else mask_map.index, np.int32)
-    bits = staged(None if mask_map is None else mask_map.bits, np.uint32)
-    out, lse = result(problem.out, problem.out.shape), result(problem.lse, problem.out.shape[:-1])
-    weights = None if problem.weights is None else result(problem.weights, problem.weights.shape)
+    def room(*shape: int) -> View:
+        """A part of the scratch memory, C-contiguous."""
+        nonlocal scratch_nbytes
+        size, at = max(math.prod(shape), 1), scratch_nbytes
+        scratch_nbytes += -(-size * dtype.itemsize // ROOM_ALIGNMENT) * ROOM_ALIGNMENT
+        return View(SCRATCH, at, size, dtype, 0, shape, c_strides(shape))
+
+    views = Arrays._make(map(placed, range(SCRATCH)))
+    out, weights = views.out, views.weights
+    lse = room(*problem.out.shape[:-1]) if views.lse is None else views.lse
+    inputs, band = views[:4], problem.band
 
     head_rows = H // K * L
     shape = choose_shape(str(dtype), head_rows, E, SIMULATED, stream.has_tensor_cores)
     split_keys = keys_of_a_split(head_rows, SIMULATED)
     n_splits = max(1, -(-S // split_keys))
-    form = _form(problem, shape, [*inputs, dense, out], "out" if n_splits == 1 else "parts")
+    form = _form(
+        problem, shape, [*inputs, views.sinks, views.dense, out], "out" if n_splits == 1 else "parts"
+    )
     cut = (-(-head_rows // shape.tile_q), max(1, -(-E // shape.tile_columns)), split_keys)
     factor = 1.0 if form.is_natural else LOG2E
     scale, softcap = form.real(problem.scale * factor), form.real(problem.softcap or 0)
 
-    sizes = (B, H, K, L, S, D, E)
-    rows = (B * H * L,)
-    state = [stream.room(rows, dtype) for _ in range(2)] if form.keeps_sums else [None, None]
-    parts: list[View] = []
-    if n_splits > 1:
-        parts = [stream.room((n_splits, *rows, n), dtype) for n in (E, 1, 1)]
+    sizes, rows = (B, H, K, L, S, D, E), B * H * L
+    state = [room(rows) for _ in range(2)] if form.keeps_sums else [None, None]
+    parts = [room(n_splits, rows, n) for n in (E, 1, 1)] if n_splits > 1 else []
     mods, aux = _functions(problem, stream)
+    launches: list[Any] = []
 
     def attend(form: Form, cut: tuple[int, int, int], first_item: int, *views: tuple[Any, ...]) -> None:
         blocks = cut[0] * cut[1] * n_splits * K * B
-        attend_kernel(form, **mods)[blocks, form.shape.num_threads, stream.launch](
-            *views, sizes, (*cut, first_item), aux, scale, softcap
-        )
+        kernel = attend_kernel(form, **mods)
+        arguments = (*views, sizes, (*cut, first_item), aux, scale, softcap)
+        launches.append(launch_of(kernel, blocks, form.shape.num_threads, *arguments))
 
     for n, outer in enumerate(product(*map(range, problem.lead[:-1]))):
 
         def words(view: View | None, outer: tuple[int, ...] = outer) -> tuple[Any, ...]:
             return () if view is None else view.at(outer).with_axes(0 if n_lead else 1).words()
 
-        sinks = _words(inputs[4])
-        read = (*map(words, inputs[:4]), sinks)
+        sinks = _words(views.sinks)
+        read = (*map(words, inputs), sinks)
         masks = (
-            () if band is None else (band.left, band.right, int(band.at_end)), words(lengths),
-            () if start is None else (words(start), words(stop)), words(dense), words(index),
-            _words(bits)[:1],
+            () if band is None else (band.left, band.right, int(band.at_end)), words(views.lengths),
+            () if views.start is None else (words(views.start), words(views.stop)), words(views.dense),
+            words(views.index), _words(views.bits)[:1],
         )  # fmt: skip
         results = (words(out), words(lse), *map(_words, state))
         if n_splits == 1:
@@ -113,16 +235,14 @@ def _solve(problem: AnyProblem, stream: Stream) -> None:
         else:
             part_words = tuple(part.words()[:1] for part in parts)
             attend(form, cut, n * B, read, masks, (part_words[0], (), *part_words[1:]))
-            merge_kernel(form)[-(-rows[0] * max(E, 1) // MERGE_THREADS), MERGE_THREADS, stream.launch](
-                part_words, sinks, results, sizes, n_splits
-            )
+            blocks = -(-rows * max(E, 1) // MERGE_THREADS)
+            arguments = part_words, sinks, results, sizes, n_splits
+            launches.append(launch_of(merge_kernel(form), blocks, MERGE_THREADS, *arguments))
         if weights is not None and S > 0:
             results = (words(weights), (), *map(_words, state))
             of_weights = form._replace(stored=form.stored._replace(out=str(weights.dtype)), result="weights")
             attend(of_weights, (cut[0], 1, cut[2]), n * B, read, masks, results)
-    for array, view in ((problem.out, out), (problem.lse, lse), (problem.weights, weights)):
-        if isinstance(array, np.ndarray) and view is not None:
-            stream.download(view, array)
+    return Plan(launches, scratch_nbytes, aux)
 
 
 def _words(view: View | None) -> tuple[Any, ...]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,7 +19,14 @@ import numpy as np
 from numba import config, cuda
 
 from fastattn._call.storage import REAL, storage_of
-from fastattn._machine.device import DeviceArray, Memory, exported, from_dlpack_of, said_to_be_bfloat16
+from fastattn._machine.device import (
+    DeviceArray,
+    Memory,
+    c_strides,
+    exported,
+    from_dlpack_of,
+    said_to_be_bfloat16,
+)
 from fastattn.backends.cuda.intrinsics import BITS
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -30,8 +38,8 @@ LEGACY_DEFAULT, PER_THREAD_DEFAULT = 1, 2
 class View(NamedTuple):
     """An array on the device: its memory, and the places of its elements in that."""
 
-    owner: Any  #: must live as long
-    address: int  #: of the memory
+    owner: Any  #: must live as long; of a view for many calls the number of its memory, see `Pointer`
+    address: int  #: of the memory; of a view for many calls relative to an address that each call gives
     size: int  #: elements in it
     dtype: np.dtype
     start: int
@@ -60,16 +68,24 @@ class View(NamedTuple):
 
     def words(self) -> tuple[Any, ...]:
         """What kernels read: the address of the first element, and the strides."""
-        first = SimulatedMemory(self) if SIMULATED else self.address + self.start * self.dtype.itemsize
-        return first, *self.strides
+        return Pointer(self), *self.strides
+
+
+class Pointer:
+    """The address of a view's first element, once the addresses of memory are known by their numbers."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.memory = view.owner if type(view.owner) is int else None  #: None where `offset` is the address
+        self.offset = view.address + view.start * view.dtype.itemsize
 
 
 class SimulatedMemory:
     """What an address is in Numba's simulator. Outside of the memory there are none."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, base: int) -> None:
         nbytes = view.size * view.dtype.itemsize
-        raw = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(view.address))
+        raw = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(base + view.address))
         self._elements, self._start = raw.view(BITS.get(view.dtype.name, view.dtype)), view.start
 
     def _place(self, index: Any) -> int:
@@ -85,24 +101,20 @@ class SimulatedMemory:
 
 
 class Stream:
-    """A stream of the device that is current, by its number; see `caller_stream`."""
+    """A stream of the device that is current, by its number; see `caller_stream`. Threads share them."""
 
     def __init__(self, device: int, number: int) -> None:
-        import cuda.core as core
-
-        self.number = number
-        #: That multiply TF32.
-        self.has_tensor_cores = cuda.get_current_device().compute_capability >= (8, 0)
-        self.launch: Any = cuda.external_stream(number)  #: what Numba launches kernels on
-        self._pool = core.DeviceMemoryResource(device)
+        self.device, self.number = device, number
+        self._pool = _pool(device)
+        #: Those that multiply TF32.
+        self.has_tensor_cores = cuda.gpus[device].compute_capability >= (8, 0)
         self._core_stream = _core_stream(number)
 
     def room(self, shape: tuple[int, ...], dtype: Any, filled_with_zeros: bool = False) -> View:
         """A new array, C-contiguous."""
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         dtype, size = np.dtype(dtype), max(math.prod(shape), 1)
         address, owner = self._allocate(size * dtype.itemsize, filled_with_zeros)
-        return View(owner, address, size, dtype, 0, shape, strides)
+        return View(owner, address, size, dtype, 0, shape, c_strides(shape))
 
     def upload(self, array: np.ndarray, dtype: Any) -> View:
         """A copy, as large as the array's memory rather than its broadcast shape."""
@@ -115,14 +127,15 @@ class Stream:
         )
         room = self.room((stored.size,), stored.dtype)
         if stored.size:
-            self._flat(room).copy_to_device(stored.reshape(-1).view(np.uint8), stream=self.launch)
+            self._copy_to_device(room.address, stored)
         return room._replace(shape=array.shape, strides=strides)
 
     def download(self, view: View, out: np.ndarray) -> None:
         """Fills `out` from the beginning of a view's memory, after all work on the stream."""
-        host = self._flat(view).copy_to_host(stream=self.launch).view(view.dtype)
-        self._synchronize()
-        out[...] = host[: out.size].reshape(out.shape)
+        host = np.empty(out.shape, view.dtype)
+        if host.size:
+            self._copy_to_host(host, view.address)
+        out[...] = host
 
     def view(self, array: DeviceArray) -> View:
         """The array where it is, which must have been made."""
@@ -163,16 +176,30 @@ class Stream:
         else:
             memory.owner = from_dlpack(self._exported(memory.owner, shape, dtype))
 
-    def wait_for(self, memory: Memory) -> None:
-        """Makes the stream wait until the memory's library has filled it. The host does not wait."""
-        if memory.stream is not None:
-            if memory.stream != self.number:
-                self._core_stream.wait(_core_stream(memory.stream))
-        elif _torch_stream(memory) != self.number and hasattr(memory.owner, "__dlpack__"):
-            memory.owner.__dlpack__(stream=self.number)
+    def wait_for(self, memories: Sequence[Memory]) -> None:
+        """Makes the stream wait until the memories' libraries have filled them. The stream is that of the
+        first. The host does not wait."""
+        of_torch = self.number if memories and _torch_of(memories[0]) else None  # its current stream
+        waited = {self.number}
+        for memory in memories:
+            number = memory.stream
+            if number is None and _torch_of(memory):
+                number = of_torch = of_torch or _current_stream(memory)
+            if number is None:
+                if hasattr(memory.owner, "__dlpack__"):
+                    memory.owner.__dlpack__(stream=self.number)
+            elif number not in waited:
+                waited.add(number)
+                self._core_stream.wait(_core_stream(number))
 
-    def _synchronize(self) -> None:
-        self.launch.synchronize()
+    def _copy_to_device(self, address: int, array: np.ndarray) -> None:
+        """Copies a C-contiguous array, which may change or go as soon as this returns."""
+        checked(driver().cuMemcpyHtoDAsync(address, array.ctypes.data, array.nbytes, self.number))
+
+    def _copy_to_host(self, array: np.ndarray, address: int) -> None:
+        """Fills a C-contiguous array, and waits until it is filled."""
+        checked(driver().cuMemcpyDtoHAsync(array.ctypes.data, address, array.nbytes, self.number))
+        checked(driver().cuStreamSynchronize(self.number))
 
     def _allocate(self, nbytes: int, filled_with_zeros: bool) -> tuple[int, Any]:
         """The address of new memory, and its owner, which must live as long."""
@@ -180,10 +207,6 @@ class Stream:
         if filled_with_zeros:
             buffer.fill(0, stream=self._core_stream)
         return int(buffer.handle), buffer
-
-    def _flat(self, view: View) -> Any:
-        """All of a view's memory, as bytes: Numba copies no bfloat16."""
-        return self._array(view.address, (view.size * view.dtype.itemsize,), np.dtype(np.uint8), view.owner)
 
     def _array(
         self,
@@ -209,23 +232,24 @@ class Stream:
     def _exported(self, owner: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         from cuda.core.utils import StridedMemoryView
 
-        bits = BITS.get(dtype.name)
+        bits = None if dtype.kind == "f" else BITS.get(dtype.name)
         view = StridedMemoryView.from_buffer(owner, shape, dtype=np.dtype(bits or dtype))
-        return _Exported(view, self._core_stream, is_bfloat16=bits is not None)
+        return _Exported(view, self.number, is_bfloat16=bits is not None)
 
 
 class _Exported:
     """A new array for DLPack. The consumer's stream waits until it is filled."""
 
-    def __init__(self, view: Any, filled_on: Any, is_bfloat16: bool) -> None:
+    def __init__(self, view: Any, filled_on: int, is_bfloat16: bool) -> None:
         self._view, self._filled_on, self._is_bfloat16 = view, filled_on, is_bfloat16
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._view.__dlpack_device__()
 
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
-        if stream != -1:
-            _core_stream(stream or LEGACY_DEFAULT).wait(self._filled_on)
+        stream = stream or LEGACY_DEFAULT
+        if stream not in (-1, self._filled_on):
+            _core_stream(stream).wait(_core_stream(self._filled_on))
         capsule = self._view.__dlpack__(**options)
         return said_to_be_bfloat16(capsule) if self._is_bfloat16 else capsule
 
@@ -234,13 +258,17 @@ class SimulatedStream(Stream):
     """The same in Numba's simulator, where a GPU's addresses are the host's."""
 
     def __init__(self) -> None:
-        self.launch, self.has_tensor_cores = 0, False
+        self.device = self.number = 0
+        self.has_tensor_cores = False
 
-    def wait_for(self, memory: Memory) -> None:
+    def wait_for(self, memories: Sequence[Memory]) -> None:
         pass
 
-    def _synchronize(self) -> None:
-        pass
+    def _copy_to_device(self, address: int, array: np.ndarray) -> None:
+        ctypes.memmove(address, array.ctypes.data, array.nbytes)
+
+    def _copy_to_host(self, array: np.ndarray, address: int) -> None:
+        ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
     def _allocate(self, nbytes: int, filled_with_zeros: bool) -> tuple[int, Any]:
         memory = np.full(nbytes, 0 if filled_with_zeros else 255, np.uint8)  # floats of such bytes are NaN
@@ -262,31 +290,74 @@ def caller_stream(array: Any) -> Iterator[Stream]:
     if SIMULATED:
         yield SimulatedStream()
     elif isinstance(array, DeviceArray):
-        with cuda.gpus[array.memory.device]:
-            yield Stream(array.memory.device, _number(array.memory))
+        device = array.memory.device
+        context = cuda.gpus[device].get_primary_context()
+        checked(driver().cuCtxPushCurrent(context.handle))
+        try:
+            context.prepare_for_use()
+            yield _stream(device, _number(array.memory))
+        finally:
+            checked(driver().cuCtxPopCurrent())
     else:
-        yield Stream(cuda.current_context().device.id, PER_THREAD_DEFAULT)
+        yield _stream(cuda.current_context().device.id, PER_THREAD_DEFAULT)
 
 
 def _number(memory: Memory) -> int:
     """The current stream of the array's library, or else Numba's default stream."""
-    for stream in (_torch_stream(memory), memory.stream):
-        if stream is not None:
-            return stream
+    number = _current_stream(memory) if _torch_of(memory) else memory.stream
+    if number is not None:
+        return number
     return PER_THREAD_DEFAULT if config.CUDA_PER_THREAD_DEFAULT_STREAM else LEGACY_DEFAULT
 
 
-def _torch_stream(memory: Memory) -> int | None:
-    """PyTorch's current stream for the memory of a tensor, which does not name it; None for other memory."""
+def _torch_of(memory: Memory) -> Any:
+    """PyTorch where the memory is that of a tensor, which does not name its stream; else None."""
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(memory.owner, torch.Tensor):
-        return None
-    return torch.cuda.current_stream(memory.device).cuda_stream or LEGACY_DEFAULT
+    return torch if torch is not None and isinstance(memory.owner, torch.Tensor) else None
+
+
+def _current_stream(memory: Memory) -> int:
+    """PyTorch's, for the memory of a tensor."""
+    return _torch_of(memory).cuda.current_stream(memory.device).cuda_stream or LEGACY_DEFAULT
+
+
+@cache
+def driver() -> Any:
+    """The CUDA driver."""
+    from cuda.bindings import driver
+
+    return driver
+
+
+def checked(result: tuple[Any, ...]) -> Any:
+    """What a function of the driver returns; RuntimeError where it failed."""
+    error = result[0]
+    if error:
+        said = [
+            text.decode()
+            for f in ("Name", "String")
+            for text in getattr(driver(), f"cuGetError{f}")(error)[1:]
+        ]
+        raise RuntimeError(f"the CUDA driver reports {': '.join(said)}")
+    return result[-1]
 
 
 def _kept(dtype: np.dtype) -> np.dtype:
     """The dtype that kernels read: bools as bytes."""
     return np.dtype(np.uint8) if dtype.kind == "b" else dtype
+
+
+@cache
+def _pool(device: int) -> Any:
+    """The pool of a device's memory, which belongs to the driver."""
+    import cuda.core as core
+
+    return core.DeviceMemoryResource(device)
+
+
+@lru_cache(maxsize=64)
+def _stream(device: int, number: int) -> Stream:
+    return Stream(device, number)
 
 
 def _core_stream(number: int) -> Any:

@@ -26,7 +26,7 @@ DRIVER: Any = ctypes.CDLL("libcuda.so.1")
 SM_90 = (9, 0)
 SIZES = {"b64": 8, "u64": 8, "f64": 8, "b32": 4, "u32": 4, "f32": 4, "b16": 2, "u16": 2, "b8": 1, "u8": 1}
 
-_ptx: dict[str, str] = {}
+_ptx: dict[str | None, str] = {}
 
 
 class Launched(NamedTuple):
@@ -70,6 +70,7 @@ def _not_linked(library: Any, cc: Any = None) -> ObjectCode:
 
 codegen.CUDACodeLibrary.get_cubin = _not_linked
 backend._unlinkable = lambda capability: []
+DRIVER.fake_on_launch.argtypes = [ctypes.c_void_p]
 DRIVER.fake_on_launch(_on_launch)
 
 
@@ -82,6 +83,33 @@ class TorchLike(FakeArray):
 
     def __array_namespace__(self) -> SimpleNamespace:
         return SimpleNamespace(from_dlpack=lambda other: other.__dlpack__(stream=self.stream))
+
+
+def fake_torch() -> SimpleNamespace:
+    """A PyTorch whose tensors on a GPU are host memory. `asked` are the devices whose stream it was asked
+    for."""
+    asked: list[int] = []
+
+    class Tensor:
+        is_cuda, requires_grad, layout, dtype = True, False, "strided", "torch.float32"
+
+        def __init__(self, array: np.ndarray, device: int = 0) -> None:
+            self.hidden, self.shape, self.device = array, array.shape, SimpleNamespace(index=device)
+            strides = tuple(step // array.itemsize for step in array.strides)
+            address = array.ctypes.data
+            self.stride, self.data_ptr = lambda: strides, lambda: address
+
+    def current_stream(device: int) -> SimpleNamespace:
+        asked.append(device)
+        return SimpleNamespace(cuda_stream=40 + device)
+
+    Tensor.__module__ = "torch"
+    torch = SimpleNamespace(
+        Tensor=Tensor, strided="strided", cuda=SimpleNamespace(current_stream=current_stream), asked=asked,
+        from_dlpack=lambda capsule: capsule,
+    )  # fmt: skip
+    sys.modules["torch"] = torch  # type: ignore[assignment]
+    return torch
 
 
 def arrays(len_q: int, len_k: int, *, lead: tuple[int, ...] = (1,), **where: Any) -> list[TorchLike]:
@@ -114,7 +142,7 @@ def launch_twice() -> None:
 
 
 def calls_of(function: Any) -> Counter[str]:
-    """The calls of functions that the interpreter makes or sees."""
+    """The calls of functions that the interpreter makes or sees; launches are not reported."""
     counted: Counter[str] = Counter()
 
     def profile(frame: Any, event: str, argument: Any) -> None:
@@ -123,9 +151,11 @@ def calls_of(function: Any) -> Counter[str]:
         elif event == "c_call":
             counted[argument.__qualname__] += 1
 
+    DRIVER.fake_on_launch(None)
     sys.setprofile(profile)
     try:
         function()
     finally:
         sys.setprofile(None)
+        DRIVER.fake_on_launch(_on_launch)
     return counted

@@ -99,25 +99,43 @@ def few(name, most, *arrays, **options):
 few("plain", 400, *arrays(600, 600))
 few("causal", 400, *arrays(600, 600), causal=True)
 
+torch = fake_torch()
+tensors = [torch.Tensor(array.hidden, device=1) for array in arrays(600, 600)]
+few("tensors", 340, *tensors)
+torch.asked.clear()
+out = fastattn.attention(*tensors)
+assert torch.asked == [1] and log[-1].stream == 41 and log[-1].device == 1
+assert addresses(log[-1]) == [tensor.data_ptr() for tensor in tensors]
+assert '"dltensor_versioned"' in repr(out), out
+tensors[1] = TorchLike(tensors[1].hidden, device=1, stream=9)
+for order, events in (((0, 1, 0), 1), ((1, 0, 0), 1)):
+    before = DRIVER.fake_events()
+    fastattn.attention(*[tensors[n] for n in order])
+    assert log[-1].stream == (41, 9)[order[0]] and DRIVER.fake_events() == before + events
+del out
+
 # Memory, contexts and events of such calls.
 before = DRIVER.fake_made()
 result_of_one = fastattn.attention(*arrays(600, 600))
 assert DRIVER.fake_made() - before == 2, "the result, and the lse"
-assert DRIVER.fake_live() == 1 and DRIVER.fake_events() == 0
-depth = DRIVER.fake_depth()
+assert DRIVER.fake_live() == 1
 
 # The GPU of the arrays, and again that of before.
+cuda.current_context()
+depth = DRIVER.fake_depth()
+log.clear()
 for device in (1, 0, 1):
     fastattn.attention(*arrays(600, 600, device=device))
     assert log[-1].device == device and DRIVER.fake_depth() == depth
-names = {launched.name for launched in log}
-assert len(names) == 1
+    assert cuda.current_context().device.id == 0
+assert len({launched.name for launched in log}) == 1, "it is compiled once"
 
 # Streams: that of the query, which waits once for each other.
 query, key, value = arrays(600, 600)
 query.stream, key.stream, value.stream = 7, 9, 9
+events = DRIVER.fake_events()
 fastattn.attention(query, key, value)
-assert log[-1].stream == 7 and DRIVER.fake_events() == 1
+assert log[-1].stream == 7 and DRIVER.fake_events() == events + 1
 
 # Errors: nothing stays.
 result.code = 719

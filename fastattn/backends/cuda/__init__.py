@@ -18,8 +18,8 @@ Few query rows leave most of a GPU idle, so several blocks share their keys (Fla
 `form` chooses a specialisation of the kernels and its tiles for a problem. `blocks` finds the rows and keys
 of a block, `mask_tile` the keys that each row may attend to. `stages` has the three stages, `tiles` what they
 do with registers and shared memory, `epilogue` what changes scores. `functions` turns the caller's functions
-into device functions. `engine` starts the kernels on a `stream`, which owns the memory; `cache` keeps
-them on disk. `combine` is `merge_attention`.
+into device functions. `engine` makes of a problem a plan, which it keeps, with each `launch` of a kernel on a
+`stream`, which owns the memory; `cache` keeps kernels on disk. `combine` is `merge_attention`.
 
 Each function of `tiles` (from `place` on), `blocks`, `mask_tile`, `epilogue` and `stages` makes the device
 function of its name, for a specialisation or the shape of its tiles; its docstring is that of the device

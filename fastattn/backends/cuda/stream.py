@@ -173,17 +173,22 @@ class Stream:
         if from_dlpack is None:
             bound = getattr(memory.like, "__cuda_array_interface__", {}).get("stream")
             memory.owner = self._array(memory.address or 0, shape, dtype, memory.owner, bound=bound)
-        else:
-            memory.owner = from_dlpack(self._exported(memory.owner, shape, dtype))
+            return
+        made = self._exported(memory.owner, shape, dtype)
+        # PyTorch would ask a second time for its current stream, which this is.
+        is_of_torch = _torch_of(memory.like) is not None
+        memory.owner = from_dlpack(
+            made.__dlpack__(stream=self.number, max_version=(1, 0)) if is_of_torch else made
+        )
 
     def wait_for(self, memories: Sequence[Memory]) -> None:
         """Makes the stream wait until the memories' libraries have filled them. The stream is that of the
         first. The host does not wait."""
-        of_torch = self.number if memories and _torch_of(memories[0]) else None  # its current stream
+        of_torch = self.number if memories and _torch_of(memories[0].owner) else None  # its current stream
         waited = {self.number}
         for memory in memories:
             number = memory.stream
-            if number is None and _torch_of(memory):
+            if number is None and _torch_of(memory.owner):
                 number = of_torch = of_torch or _current_stream(memory)
             if number is None:
                 if hasattr(memory.owner, "__dlpack__"):
@@ -304,21 +309,21 @@ def caller_stream(array: Any) -> Iterator[Stream]:
 
 def _number(memory: Memory) -> int:
     """The current stream of the array's library, or else Numba's default stream."""
-    number = _current_stream(memory) if _torch_of(memory) else memory.stream
+    number = _current_stream(memory) if _torch_of(memory.owner) else memory.stream
     if number is not None:
         return number
     return PER_THREAD_DEFAULT if config.CUDA_PER_THREAD_DEFAULT_STREAM else LEGACY_DEFAULT
 
 
-def _torch_of(memory: Memory) -> Any:
-    """PyTorch where the memory is that of a tensor, which does not name its stream; else None."""
+def _torch_of(array: Any) -> Any:
+    """PyTorch where the array is a tensor, which does not name its stream; else None."""
     torch = sys.modules.get("torch")
-    return torch if torch is not None and isinstance(memory.owner, torch.Tensor) else None
+    return torch if torch is not None and isinstance(array, torch.Tensor) else None
 
 
 def _current_stream(memory: Memory) -> int:
     """PyTorch's, for the memory of a tensor."""
-    return _torch_of(memory).cuda.current_stream(memory.device).cuda_stream or LEGACY_DEFAULT
+    return _torch_of(memory.owner).cuda.current_stream(memory.device).cuda_stream or LEGACY_DEFAULT
 
 
 @cache

@@ -40,7 +40,7 @@ class Launched(NamedTuple):
 
 
 log: list[Launched] = []
-result = SimpleNamespace(code=0)  #: of launches
+result = SimpleNamespace(code=0, watch=None)  #: of launches, and what is done at each
 
 
 @ctypes.CFUNCTYPE(
@@ -53,6 +53,8 @@ def _on_launch(name: Any, grid: Any, stream: Any, context: Any, arguments: Any) 
     read = tuple(ctypes.string_at(arguments[n], size) for n, size in enumerate(sizes))
     device = DRIVER.fake_device(ctypes.c_void_p(context))
     log.append(Launched(name, tuple(grid[:7]), stream or 0, device, read))
+    if result.watch is not None:
+        result.watch(log[-1])
     return result.code
 
 

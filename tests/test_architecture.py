@@ -505,6 +505,7 @@ RAISES_ELSEWHERE = {
     "backends/registry.py: requested": "a name that is none",
     "backends/registry.py: select": "no backend can take the problem",
     "backends/registry.py: usable": "the one backend for this is not usable",
+    "backends/cuda/stream.py: checked": "the CUDA driver failed",
     # What kind of array it is: asked by the edge for each argument, and by masks for theirs.
     "_machine/device.py: as_device_array": "no array of plain numbers that may be read as it is",
     "_machine/device.py: _from_interface": "what a library says of its array is not so",

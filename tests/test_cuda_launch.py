@@ -72,6 +72,15 @@ check(
     sinks=on_gpu(2), mask=on_gpu(60, 60, dtype=bool), key_lengths=[50], causal=True, window=(9, 0), kernels=2,
 )
 check("mask map", *arrays(200, 200), mask=Window(9, 0) | Causal(), kernels=1)
+def odd(array):
+    moved = np.ones(array.hidden.size + 1, np.float32)[1:].reshape(array.shape)
+    return TorchLike(moved, stream=7)
+log.clear()
+fastattn.attention(*arrays(200, 200))
+plain = log[0].name
+log.clear()
+fastattn.attention(*map(odd, arrays(200, 200)))
+assert log[0] == log[1] and log[0].name != plain, "spans are read at multiples of their size"
 def score_mod(score, b, h, i, j, table, factor):
     return score * factor + table[h]
 aux = on_gpu(2), np.float32(0.5)
@@ -148,6 +157,16 @@ else:
 result.code = 0
 assert DRIVER.fake_depth() == depth
 fastattn.attention(query, key, value)
+assert DRIVER.fake_live() == 1
+
+# Arrays on the host are copied there.
+def watch(launched):
+    seen.extend(np.frombuffer(ctypes.string_at(at, 4 * 600), np.float32) for at in addresses(launched))
+seen, result.watch = [], watch
+on_host = [np.full((1, 2, 600, 64), n, np.float32) for n in (1, 2, 3)]
+out = fastattn.attention(*on_host, backend="cuda")
+assert log[-1].stream == 2 and [set(x) for x in seen] == [{1.0}, {2.0}, {3.0}] and not out.any()
+result.watch = None
 assert DRIVER.fake_live() == 1
 
 # Threads: each launches with its own arrays.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import fastattn
+from fastattn.backends.cuda import engine as cuda_engine
 from fastattn.masks import Causal, Dense, Window
 from tests.cases import FLOATS, random_arrays, solve
 from tests.cuda.libraries import LIBRARIES, SIMULATED
@@ -54,6 +55,51 @@ def test_strides(engine, library, view):
     views = [VIEWS[view](library.put(x)) for x in arrays]
     expected = engine.attention(*(np.ascontiguousarray(VIEWS[view](x)) for x in arrays), causal="top_left")
     assert_same_bits(library.get(fastattn.attention(*views, causal="top_left")), expected)
+
+
+def test_calls_that_differ_in_one_thing(library):
+    """A plan serves no call but those that it fits: in turns, all give what each gives without one."""
+    rng = np.random.default_rng(3)
+    query, key, value = random_arrays(lead=(1,), heads=2, len_q=5, len_k=12, head_dim=4)
+    bias, sinks, mask = rng.standard_normal((5, 12)), rng.standard_normal(2), rng.random((5, 12)) < 0.5
+    bias, sinks, mask = map(library.put, (bias.astype(np.float32), sinks.astype(np.float32), mask))
+
+    def call(change=lambda x: x, on_host=False, **options):
+        put = (lambda x: x) if on_host else library.put
+        backend = {"backend": "cuda"} if on_host else {}
+        return lambda: fastattn.attention(
+            *(change(put(x)) for x in (query, key, value)), **options, **backend
+        )
+
+    other = 2 * query, key[:, ::-1].copy(), 3 * value
+    calls = [
+        call(), call(on_host=True), call(scale=0.3), call(scale=2.0), call(softcap=3.0), call(softcap=4.0),
+        call(causal="top_left"), call(causal="bottom_right"), call(window=(2, 0)), call(window=(1, 0)),
+        call(window=(2, 1)), call(key_lengths=[7]), call(key_lengths=[8]), call(bias=bias), call(mask=mask),
+        call(mask=bias), call(sinks=sinks), call(scale=-0.3), call(return_lse=True),
+        call(return_weights=True), call(**EVERYTHING), call(lambda x: x[..., ::2]),
+        call(lambda x: x[..., :2]),
+        call(lambda x: x[..., 1:3]), call(lambda x: x[:, :1]), call(lambda x: x[:, 1:]), call(lambda x: x[0]),
+        call(mask=Window(2, 0) | Causal("top_left")), call(mask=Window(1, 0) | Causal("top_left")),
+        lambda: fastattn.attention(*map(library.put, other)),
+        lambda: fastattn.attention(*(library.put(x.astype(np.float64)) for x in (query, key, value))),
+        lambda: fastattn.attention(library.put(query), library.put(key[:, :1]), library.put(value[:, :1])),
+    ]  # fmt: skip
+
+    def results(call, keep):
+        if not keep:
+            cuda_engine._plans.clear()
+        found = call()
+        arrays = found if isinstance(found, tuple) else (found,)
+        return [x if isinstance(x, np.ndarray) else library.get(x) for x in arrays]
+
+    expected = [results(call, keep=False) for call in calls]
+    for _ in range(2):
+        for call, those in zip(calls, expected, strict=True):
+            for got, one in zip(results(call, keep=True), those, strict=True):
+                assert_same_bits(got, one)
+    assert len(cuda_engine._plans) > 20
+    assert results(calls[0], True)[0].tobytes() != results(calls[2], True)[0].tobytes()
 
 
 def test_broadcast_and_layouts(engine, library):

@@ -276,8 +276,11 @@ class SimulatedStream(Stream):
         ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
     def _allocate(self, nbytes: int, filled_with_zeros: bool) -> tuple[int, Any]:
-        memory = np.full(nbytes, 0 if filled_with_zeros else 255, np.uint8)  # floats of such bytes are NaN
-        return memory.ctypes.data, memory
+        room = np.full(
+            nbytes + 256, 0 if filled_with_zeros else 255, np.uint8
+        )  # floats of such bytes are NaN
+        start = -room.ctypes.data % 256  # as on a GPU
+        return room.ctypes.data + start, room[start : start + nbytes]
 
     def _adopted(self, description: dict[str, Any], owner: Any) -> Any:
         from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray

@@ -173,13 +173,14 @@ assert DRIVER.fake_live() == 1
 log.clear()
 problems = [arrays(600, 600) for _ in range(8)]
 def work(problem):
-    for _ in range(30):
+    for _ in range(100):
         fastattn.attention(*problem)
+sys.setswitchinterval(1e-6)
 threads = [threading.Thread(target=work, args=(problem,)) for problem in problems]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 found = [tuple(addresses(launched)) for launched in log]
-assert len(found) == 240 and all(found.count(tuple(of(problem))) == 30 for problem in problems)
+assert len(found) == 800 and all(found.count(tuple(of(problem))) == 100 for problem in problems)
 """
 
 

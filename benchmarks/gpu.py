@@ -1,7 +1,8 @@
 """``python -m benchmarks.gpu``: all that a machine with an NVIDIA GPU can show, in under ten minutes.
 
-What is installed, twelve cases from small to large, the benchmark beside PyTorch's kernels and CuPy, the
-tests at a GPU's own sizes, the other tests, and some under NVIDIA's compute-sanitizer where it is installed.
+What is installed, twelve cases from small to large, the benchmark beside PyTorch's kernels and CuPy, shapes
+of tiles side by side, the tests at a GPU's own sizes, the other tests, and some under NVIDIA's
+compute-sanitizer where it is installed.
 Each stage has so many seconds, and the next begins whatever came of it, unless nothing can run: no GPU is
 usable, or each of the twelve cases fails.
 What a stage prints goes to a folder as it comes, beside figures in JSON. The exit status is 1 where a stage
@@ -24,6 +25,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.metadata import distributions, version
+from importlib.util import find_spec
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from threading import Thread
@@ -92,6 +94,9 @@ def stages(jobs: int, folder: Path) -> list[Stage]:
         Stage("real-sizes", [*pytest, "-n", str(jobs), "tests/cuda/test_real_sizes.py"], 120),
         Stage("other-tests", [*pytest, "-n", str(jobs), "tests/cuda", "--ignore", SANITIZED[0]], 150),
     ]
+    if find_spec("torch") and not SIMULATED:
+        shapes = [sys.executable, "-m", "benchmarks.gpu_shapes", "--json", str(folder / "shapes.json")]
+        found.insert(3, Stage("shapes", [*shapes, "--jobs", str(jobs)], 80))
     sanitizer = _tool("compute-sanitizer")
     for tool in ("memcheck", "racecheck") if sanitizer and not SIMULATED else ():
         checked = [str(sanitizer), "--tool", tool, "--error-exitcode", "9", *pytest, *SANITIZED]

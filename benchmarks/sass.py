@@ -4,7 +4,9 @@ Numba compiles each kernel to PTX, ptxas to machine code, and nvdisasm shows it;
 PyPI's packages. The table has registers, bytes of stack and of shared memory, blocks per multiprocessor, and
 
 - full: instructions that a warp issues for a tile of keys that no mask touches;
-- fma: the share of the products' multiply-adds in them, which bounds the share of the peak;
+- fma: the share of the products' multiply-adds in them, which bounds the share of the peak; of tensor cores,
+  from sm_80 on in float32, that of their products, each of which keeps them busy for about six clocks of the
+  processor (H200, `mma.sync` of TF32);
 - spills: loads and stores of the stack among them;
 - partial: instructions for a tile that masks cut;
 - TB/s: keys and values per second where accesses to shared memory are the limit, at 132 x 1.755 GHz.
@@ -14,8 +16,8 @@ has the scores, the others the values; how often each runs follows from the mult
 that only read shared memory are those of masks over a thread's rows. Of all paths through a loop, those with
 the most multiply-adds, 16-byte loads and stores to shared memory are taken, and of these the shortest for a
 full tile, and the longest for a partial one: without innermost loops that branch, which are for nonfinite
-values. An access to shared memory counts once, as threads read adjacent or equal elements of float32, but a
-16-byte store four times.
+values, nor other loops without products of tensor cores, where these multiply. An access to shared memory
+counts once, as threads read adjacent or equal elements of float32, but a 16-byte store four times.
 """
 
 from __future__ import annotations
@@ -49,11 +51,13 @@ NAMES = {
 }  # fmt: skip
 
 
-def form_of(name: str, dtype: str, value_dim: int) -> Form:
+def form_of(name: str, dtype: str, value_dim: int, has_tensor_cores: bool) -> Form:
     """The specialisation of this name, for whole spans and tiles."""
     few = re.match(r"\d", name)
-    shape = choose_shape(dtype, int(name[0]) if few else 4096, value_dim, False)
     is_set = {flag: flag in NAMES[name].split() for flag in FLAGS}
+    changes_scores = is_set["has_bias"] or is_set["has_score_mod"]
+    head_rows = int(name[0]) if few else 4096
+    shape = choose_shape(dtype, head_rows, value_dim, False, has_tensor_cores, changes_scores)
     result = "parts" if few else "weights" if name == "weights" else "out"
     stored = Stored(*[dtype] * 5, "uint8", dtype)
     return Form(dtype, shape, stored, **is_set, is_even=True, is_packed=True, result=result)
@@ -99,12 +103,20 @@ COSTS = {  # of an instruction that begins so
     r"STS.*\.128": Cost(needed=1, shared=4), "STS": Cost(needed=1, shared=1), "(LD|ST)L": Cost(spills=1),
 }  # fmt: skip
 
+#: Where tensor cores multiply: three of their products are 32 multiply-adds of a thread.
+TENSOR_COSTS = {
+    "HMMA": Cost(needed=1, fma=32 / 3), "LDS": Cost(shared=1), r"STS.*\.128": Cost(shared=4),
+    "STS": Cost(shared=1), "(LD|ST)L": Cost(spills=1),
+}  # fmt: skip
+
 
 class Code:
     """The instructions of a kernel, and the costs of paths through its key loop."""
 
     def __init__(self, sass: str, form: Form, head_dim: int) -> None:
         self.costs: list[Cost] = []
+        self.is_tensor = form.shape.is_tensor
+        costs = TENSOR_COSTS if self.is_tensor else COSTS
         self.labels: dict[str, int] = {"": -1}
         self.jumps: dict[int, tuple[str, bool]] = {}  # to a label, and whether always
         for label, guard, name, rest in re.findall(LINE, sass, re.MULTILINE):
@@ -114,7 +126,7 @@ class Code:
             if name.startswith(("BRA", "EXIT")) and name != "BRA.DIV":
                 target = re.search(r"(\.L_x_\d+)\)", rest)
                 self.jumps[len(self.costs)] = target[1] if target else "", not (guard or "P" in rest[:3])
-            kind = (cost for begin, cost in COSTS.items() if re.match(begin, f"{name} {rest}"))
+            kind = (cost for begin, cost in costs.items() if re.match(begin, f"{name} {rest}"))
             self.costs.append(next(kind, Cost())._replace(issued=1))
         self.loops: dict[int, int] = {}  # from the first instruction to the last
         for at, (label, _) in self.jumps.items():
@@ -122,7 +134,11 @@ class Code:
             if 0 <= first <= at and any(cost.fma or cost.shared for cost in self.costs[first : at + 1]):
                 self.loops[first] = max(at, self.loops.get(first, 0))
         self.key_loop = max(self.loops, key=lambda first: self.loops[first] - first)
-        shape, inside = form.shape, range(self.key_loop + 1, self.loops[self.key_loop])
+        end = self.loops[self.key_loop]
+        # What threads of a warp that part do stands behind the loop, and jumps back into it.
+        for first in [first for first, last in self.loops.items() if self.key_loop < first <= end < last]:
+            del self.loops[first]
+        shape, inside = form.shape, range(self.key_loop + 1, end)
         #: Multiply-adds of a line, lines of a tile and of a piece of it.
         self.work = (shape.rows * shape.keys, head_dim, shape.depth), (
             shape.rows * shape.columns, shape.tile_k, shape.value_keys,
@@ -158,6 +174,8 @@ class Code:
     def _loop(self, first: int, is_full: bool, depth: int) -> Cost | None:
         """All passes of a loop."""
         once = self._pass(first, is_full, depth)
+        if self.is_tensor and once and not once.fma and once.shared > self.row_reads:
+            return None
         if once is None or not once.fma:
             return once and Cost().plus(once, self.row_reads / max(once.shared, 1))
         if depth > 1 and not is_full and any(first <= at < self.loops[first] for at in self.jumps):
@@ -170,7 +188,7 @@ def report(case: tuple[str, str, int, int]) -> str:
     """A line of the table."""
     name, dtype, columns, device = case
     set_device(divmod(device, 10))
-    form = form_of(name, dtype, columns)
+    form = form_of(name, dtype, columns, device >= 80)
     said, sass = machine_code(attend_ptx(form), device)
     registers, stack, shared = (
         int(found[1]) if (found := re.search(pattern, said)) else 0
@@ -180,11 +198,12 @@ def report(case: tuple[str, str, int, int]) -> str:
     blocks = min(65536 // (-(-registers // 8) * 256 * warps), SHARED[device] * 1024 // (shared + 1024))
     full, partial = code.tile(True), code.tile(False)
     products = shape.rows * (shape.keys * columns + (name != "weights") * shape.columns * shape.tile_k)
+    counted = products * 3 / 32 if shape.is_tensor else products
     speed = 2 * shape.tile_k * columns * np.dtype(dtype).itemsize / (full.shared * warps) * CLOCKS / 1e12
     return (
         f"{name:15} {dtype} {columns:4} {device:4} {registers:5} {stack:6} {shared:7} {blocks:7} "
-        f"{full.issued:7.0f} {products / full.issued:5.1%} {full.spills:6.0f} {partial.issued:8.0f} "
-        f"{speed:6.2f}{' ?' * (full.fma < products)}"
+        f"{full.issued:7.0f} {counted / full.issued:5.1%} {full.spills:6.0f} {partial.issued:8.0f} "
+        f"{speed:6.2f}{' ?' * (full.fma < products - 1)}"
     )
 
 

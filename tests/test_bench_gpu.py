@@ -142,10 +142,12 @@ sys.exit(gpu.main(["--out", {str(tmp_path)!r}]))
 def test_the_stages(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "SIMULATED", False)
     monkeypatch.setattr(gpu, "_tool", lambda name: None)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
     assert [stage.name for stage in gpu.stages(2, tmp_path)] == NAMES
+    monkeypatch.setattr(gpu, "find_spec", lambda name: name)
     monkeypatch.setattr(gpu, "_tool", lambda name: f"/bin/{name}")
     stages = gpu.stages(2, tmp_path)
-    assert [stage.name for stage in stages] == [*NAMES, "memcheck", "racecheck"]
+    assert [stage.name for stage in stages] == [*NAMES[:3], "shapes", *NAMES[3:], "memcheck", "racecheck"]
     for stage in stages:
         for word in stage.command:
             assert not word.startswith("tests") or (ROOT / word).exists()

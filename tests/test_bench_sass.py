@@ -31,7 +31,7 @@ LOOP = """
 
 
 def test_costs_of_a_tile():
-    form = sass.form_of("8 rows", "float32", 64)
+    form = sass.form_of("8 rows", "float32", 64, False)
     shape = form.shape
     code = sass.Code(LOOP, form, head_dim=64)
     full, partial = code.tile(True), code.tile(False)

@@ -235,30 +235,52 @@ def test_shapes_fit():
     """Static shared memory is 48 KB, and loads of several elements must meet no edge."""
     pytest.importorskip("numba")
     from fastattn.backends.cuda import form
+
+    for problem in product(form.FEW_SHAPES, (*range(1, 11), 33), (64, 128), [False], *[[False, True]] * 2):
+        assert_fits(form.choose_shape(*problem), np.dtype(problem[0]).itemsize)
+
+
+def test_shapes_that_are_tried_fit():
+    pytest.importorskip("numba")
+    pytest.importorskip("torch")
+    from benchmarks import gpu_shapes
+
+    for columns in gpu_shapes.CANDIDATES:
+        for shape in gpu_shapes.shapes(columns).values():
+            assert_fits(shape, 4)
+            assert shape.tile_columns == columns
+
+
+def assert_fits(shape, itemsize):
+    from fastattn.backends.cuda import form
+    from fastattn.backends.cuda.tensor import COLUMNS, LANES, STEP
     from fastattn.backends.cuda.tiles import layout
     from fastattn.masks.map import TILE_K
 
-    problems = product(form.FEW_SHAPES, range(1, 11), (64, 128))
-    for dtype, head_rows, value_dim in problems:
-        shape = form.choose_shape(dtype, head_rows, value_dim, False)
-        itemsize = np.dtype(dtype).itemsize
-        words_of_rows = 4 * 4 + 8  # head, query, start and stop, and where its line begins
-        assert layout(shape).size * itemsize + shape.tile_q * words_of_rows <= 48 * 1024
-        assert shape.span * itemsize == 16
-        assert shape.rows * shape.keys <= 64  # their bits are one word
-        assert shape.keys % shape.vector == shape.columns % shape.vector == shape.rows % shape.row_vector == 0
-        assert shape.tile_q <= shape.num_threads and TILE_K % shape.tile_k == 0
-        assert shape.num_threads * shape.span % shape.depth == 0
-        assert shape.num_threads * shape.span % shape.tile_columns == 0
-        assert shape.depth % shape.span == shape.tile_columns % shape.span == 0
-        assert shape.tile_k * shape.depth % (shape.span * shape.num_threads) == 0
-        assert shape.value_keys * shape.tile_columns % (shape.span * shape.num_threads) == 0
-        assert shape.tile_k % shape.value_keys == 0 and form.SPLIT_KEYS % shape.tile_k == 0
-        where = layout(shape)
-        assert where.q_line % shape.row_vector == where.half % shape.row_vector == 0
-        assert where.to_values * itemsize % 16 == 0
-        if shape.vector * itemsize == 16:
-            assert not any(at * itemsize % 16 for at in (where.k_line, where.to_keys, where.half))
+    where, words_of_rows = layout(shape), 4 * 4 + 8  # head, query, start and stop, and where its line begins
+    assert where.size * itemsize + shape.tile_q * words_of_rows <= 48 * 1024
+    assert shape.span * itemsize == 16
+    assert shape.rows * shape.keys <= 64  # their bits are one word
+    assert shape.keys % shape.vector == shape.columns % shape.column_vector == 0
+    assert shape.rows % shape.row_vector == 0
+    assert shape.tile_q <= shape.num_threads and TILE_K % shape.tile_k == 0
+    assert shape.num_threads * shape.span % shape.depth == 0
+    assert shape.num_threads * shape.span % shape.tile_columns == 0
+    assert shape.depth % shape.span == shape.tile_columns % shape.span == 0
+    assert shape.tile_k * shape.depth % (shape.span * shape.num_threads) == 0
+    assert shape.value_keys * shape.tile_columns % (shape.span * shape.num_threads) == 0
+    assert shape.tile_k % shape.value_keys == 0 and form.SPLIT_KEYS % shape.tile_k == 0
+    assert where.q_line % shape.row_vector == where.half % shape.row_vector == 0
+    assert where.to_values * itemsize % 16 == 0
+    if shape.vector * itemsize == 16:
+        assert not any(at * itemsize % 16 for at in (where.k_line, where.to_keys, where.half))
+    if shape.is_tensor:
+        assert shape.threads_k == LANES and shape.threads_q % COLUMNS == 0 and shape.buffers == 2
+        assert shape.rows % 2 == 0 and (shape.row_vector, shape.vector) == (1, 2)
+        assert shape.column_vector == 2 * shape.group
+        assert shape.keys % (2 * shape.group) == shape.columns % (2 * shape.group) == 0
+        assert shape.depth % (2 * STEP) == shape.value_keys % STEP == 0  # 16 bytes of a row at a time
+        assert 2 * where.v_line % 32 == 8  # threads that read values meet in no bank
 
 
 @pytest.mark.parametrize("head_rows", [1, 8, 9, 16, 64, 128, 512, 4096])

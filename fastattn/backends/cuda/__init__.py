@@ -9,6 +9,9 @@ A block of threads takes a tile of query rows of one key/value head and walks ov
 - *accumulate*: values go through shared memory a few keys at a time, and each thread adds up its rows and
   columns.
 
+Where tensor cores multiply, queries and keys lie in shared memory as they are, and the weights stay in
+registers.
+
 Tiles that no row may read are skipped. The rows' intervals or the mask map tell, or else the mask array or
 function, which is read before the scores.
 
@@ -17,13 +20,14 @@ Few query rows leave most of a GPU idle, so several blocks share their keys (Fla
 
 `form` chooses a specialisation of the kernels and its tiles for a problem. `blocks` finds the rows and keys
 of a block, `mask_tile` the keys that each row may attend to. `stages` has the three stages, `tiles` what they
-do with registers and shared memory, `epilogue` what changes scores. `functions` turns the caller's functions
-into device functions. `engine` makes of a problem a plan, which it keeps, with each `launch` of a kernel on a
-`stream`, which owns the memory; `cache` keeps kernels on disk. `combine` is `merge_attention`.
+do with registers and shared memory, `tensor` what they do with tensor cores, `epilogue` what changes scores.
+`functions` turns the caller's functions into device functions. `engine` makes of a problem a plan, which it
+keeps, with each `launch` of a kernel on a `stream`, which owns the memory; `cache` keeps kernels on disk.
+`combine` is `merge_attention`.
 
-Each function of `tiles` (from `place` on), `blocks`, `mask_tile`, `epilogue` and `stages` makes the device
-function of its name, for a specialisation or the shape of its tiles; its docstring is that of the device
-function. Arguments have one name in all of them. Beside those of `kernel.attend_kernel`:
+Each function of `tiles` (from `place` on), `tensor`, `blocks`, `mask_tile`, `epilogue` and `stages` makes the
+device function of its name, for a specialisation or the shape of its tiles; its docstring is that of the
+device function. Arguments have one name in all of them. Beside those of `kernel.attend_kernel`:
 
 - thread: the `Thread` that runs, in `tiles` its number; block, rows, keys: its `Block`, `Rows` and `Keys`;
 - key0: the first key of a tile;
@@ -32,6 +36,7 @@ function. Arguments have one name in all of them. Beside those of `kernel.attend
 - shared: the shared memory of a block; staged: the registers of a thread for what it has fetched;
 - is_partial: some rows may not attend to some keys of the tile.
 
-Multiply-adds are those of the dtype: no tensor core, no TF32. float16 and bfloat16 arrays are converted to it
-as they are read, and results to these types as they are written (`intrinsics.read_as`, `write_as`).
+Multiply-adds are those of the dtype, or three products of TF32 that are as exact as one of float32. float16
+and bfloat16 arrays are converted to it as they are read, and results to these types as they are written
+(`intrinsics.read_as`, `write_as`).
 """

@@ -195,7 +195,8 @@ def _plan(problem: AnyProblem, arrays: Arrays, copies: dict[int, View], stream: 
     inputs, band = views[:4], problem.band
 
     head_rows = H // K * L
-    shape = choose_shape(str(dtype), head_rows, E, SIMULATED, stream.has_tensor_cores)
+    changes_scores = bool(problem.bias) or problem.score_mod is not None
+    shape = choose_shape(str(dtype), head_rows, E, SIMULATED, stream.has_tensor_cores, changes_scores)
     split_keys = keys_of_a_split(head_rows, SIMULATED)
     n_splits = max(1, -(-S // split_keys))
     form = _form(

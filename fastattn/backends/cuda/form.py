@@ -83,13 +83,13 @@ class Form(NamedTuple):
         return np.float32 if self.dtype == "float32" else np.float64
 
 
-# Shared memory gives a warp 32 elements in the time of one multiply-add: 8 x 8 sums of a thread take 16
-# elements for 64 multiply-adds. These sums and those of the output fill the 255 registers, so a processor
-# holds two blocks of 128 threads. Static shared memory is 48 KB. The weights of a tile take most of it, in
-# the place of queries and keys, which are no longer needed; 8 keys of 128 columns fit into the rest. In
-# machine code for sm_90 (ptxas 13.0, `python -m benchmarks.sass`) 79 % of the instructions for a full tile of
-# a plain float32 call are multiply-adds, which bounds its share of the peak. Nothing was measured, as no GPU
-# was at hand.
+# For float64, and GPUs without tensor cores. Shared memory gives a warp 32 elements in the time of one
+# multiply-add: 8 x 8 sums of a thread take 16 elements for 64 multiply-adds. These sums and those of the
+# output fill the 255 registers, so a processor holds two blocks of 128 threads. Static shared memory is 48
+# KB. The weights of a tile take most of it, in the place of queries and keys, which are no longer needed; 8
+# keys of 128 columns fit into the rest. In machine code for sm_90 (ptxas 13.0, `python -m benchmarks.sass`)
+# 79 % of the instructions for a full tile of a plain float32 call are multiply-adds. An H200 issued an
+# instruction in 67 % of the clocks: 33 TFLOP/s. Smaller tiles, other depths and one buffer were not faster.
 SHAPES = {
     ("float32", 64): Shape(8, 8, 8, 16, 8, 16, 16, 4, 4, 4, 4, 2),
     ("float32", 128): Shape(8, 8, 8, 8, 16, 16, 8, 4, 4, 4, 4, 2),
@@ -97,7 +97,10 @@ SHAPES = {
     ("float64", 128): Shape(4, 4, 8, 8, 16, 8, 8, 2, 2, 2, 2, 2),
 }
 
-# A warp has 8 x 4 threads: so many rows and pairs of columns have the tiles of tensor cores.
+# A warp has 8 x 4 threads: so many rows and pairs of columns have the tiles of tensor cores. An H200 needs 25
+# clocks from a product to the next one in its sum, and 6 to one in another sum, so several sums are under
+# way. ptxas undoes that where a loop over pieces is written out, and such code was slow: 7.7 ms where a tile
+# of these has 2.5 times fewer clocks to wait in machine code. These have not been timed.
 TENSOR_SHAPES = {
     64: Shape(2, 16, 16, 32, 4, 16, 16, 4, 2, 1, 8, 2, True, 4),
     128: Shape(2, 16, 32, 32, 4, 16, 8, 4, 2, 1, 8, 2, True, 4),
@@ -113,7 +116,7 @@ FEW_SHAPES = {
 
 # Keys of a split, whole tiles of every shape, for each SPLIT_ROWS query rows of a head. So a head has as many
 # blocks as its keys allow, and partial results take at most a tenth of the memory of keys and values. No
-# other size of the problem changes bits. Not measured either.
+# other size of the problem changes bits. An H200 took the same time for 256 to 2048 keys.
 SPLIT_KEYS, SPLIT_ROWS = 512, 64
 
 # In the simulator a thread is one of Python's.
@@ -124,10 +127,15 @@ SIMULATED_TENSOR_SHAPE = Shape(2, 4, 8, 8, 4, 16, 8, 4, 2, 1, 4, 2, True, 2)
 
 
 def choose_shape(
-    dtype: str, head_rows: int, value_dim: int, simulated: bool, has_tensor_cores: bool = False
+    dtype: str,
+    head_rows: int,
+    value_dim: int,
+    simulated: bool,
+    has_tensor_cores: bool = False,
+    changes_scores: bool = False,
 ) -> Shape:
     """The tiles for `head_rows` query rows that read one key/value head. has_tensor_cores: the device has
-    those that multiply TF32, from compute capability 8.0 on."""
+    those that multiply TF32, from compute capability 8.0 on. changes_scores: a bias or a function does."""
     if simulated and has_tensor_cores:
         return SIMULATED_TENSOR_SHAPE
     if simulated:
@@ -139,7 +147,11 @@ def choose_shape(
             rows *= 2
         return shape._replace(rows=rows, row_vector=min(rows, shape.row_vector))
     columns = 64 if value_dim <= 64 else 128
-    return TENSOR_SHAPES[columns] if has_tensor_cores and dtype == "float32" else SHAPES[dtype, columns]
+    if not has_tensor_cores or dtype != "float32":
+        return SHAPES[dtype, columns]
+    shape = TENSOR_SHAPES[columns]
+    # With fewer scores a thread's registers hold all that changes them, too.
+    return shape._replace(keys=shape.keys // 2) if changes_scores and columns == 128 else shape
 
 
 def keys_of_a_split(head_rows: int, simulated: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -55,7 +56,8 @@ def measure(case: Case, ways: Sequence[Way], rounds: int, notify: Callable[[str]
         found.append(timed)
         try:
             run = way.make(case, inputs)
-            with way.within():
+            with way.within(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch says at length why a kernel cannot, and raises
                 timed.error = _largest_error(way.get(run()), expected, rows)
         except Exception as problem:  # each library has its own
             timed.reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:300]

@@ -32,7 +32,7 @@ def tensor_products(form):
 
 dtype, head_rows, value_dim, flags, result, bias, storage = FORM
 stored = Stored(storage, storage, storage, bias, storage, "uint8", storage)
-changes_scores = flags[7]
+changes_scores = flags[5] or flags[8]  # a bias, a function
 shape = choose_shape(dtype, head_rows, value_dim, False, DEVICE >= (8, 0), changes_scores)
 form = Form(dtype, shape, stored, *map(bool, flags), result)
 print("PRODUCTS", tensor_products(form))

@@ -253,6 +253,7 @@ def accumulate(form: Form) -> Any:
                 to_weights, to_values = places(thread, j0, 0)
                 add_nonfinite_values(acc, to_weights, to_values, shared)
                 j0 = np.int32(j0 + VALUE_KEYS)
+            cuda.syncthreads()  # the next queries and keys go where the weights are
 
     return accumulate_by_tensor_cores
 

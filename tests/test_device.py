@@ -230,6 +230,14 @@ def test_a_linker_older_than_the_compiler(monkeypatch, linker, line):
     monkeypatch.setattr(cuda, "compile_ptx", unable, raising=False)
     assert _unlinkable((7, 0)) == ["NVVM does not compile for this GPU, sm_70 (not supported)"]
 
+    def too_new(function, arguments, cc):
+        return np.no_such_name
+
+    monkeypatch.setattr(cuda, "compile_ptx", too_new, raising=False)
+    (reason,) = _unlinkable((9, 0))
+    assert reason.startswith("numba-cuda ") and reason.endswith(": pip install 'fastattn[cuda]'")
+    assert f" does not fit NumPy {np.__version__} (module 'numpy' has no attribute" in reason
+
 
 def test_shapes_fit():
     """Static shared memory is 48 KB, and loads of several elements must meet no edge."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fastattn._call.problem import AnyProblem
 from fastattn._call.storage import Rows
@@ -92,6 +95,9 @@ def _unlinkable(capability: tuple[int, int]) -> list[str]:
     arch = "sm_{}{}".format(*capability)
     try:
         ptx, _ = cuda.compile_ptx(lambda: None, (), cc=capability)
+    except AttributeError as error:  # of NumPy: it has names no more that numba-cuda reads as it is used
+        why = f"numba-cuda {version('numba-cuda')} does not fit NumPy {np.__version__} ({_in_a_line(error)})"
+        return [f"{why}: pip install 'fastattn[cuda]'"]
     except Exception as error:  # Numba's, and NVVM's own
         return [f"NVVM does not compile for this GPU, {arch} ({_in_a_line(error)})"]
     try:

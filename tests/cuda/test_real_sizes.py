@@ -78,6 +78,32 @@ def test_functions(engine, library):
     np.testing.assert_allclose(library.get(out), expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("odd", [np.nan, np.inf, 2.0**127])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_odd_numbers_that_are_not_read_change_no_bit(engine, dtype, odd):
+    case = Case("masked", heads=2, len_q=140, len_k=150, head_dim=64).as_dtype(dtype)
+    query, key, value = case.arrays()
+    expected = engine.everything(query, key, value, causal="top_left")
+    for array in (key, value):
+        array[..., 140:, 3] = odd
+    for one, other in zip(engine.everything(query, key, value, causal="top_left"), expected, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("odd", [np.nan, -np.inf, 2.0**127])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_odd_numbers(engine, which, odd):
+    """They reach the rows that read them, and no other."""
+    arrays = Case("odd", heads=2, len_q=140, len_k=150, head_dim=64).as_dtype("float32").arrays()
+    arrays[which][..., 77, 3] = odd
+    if which < 2 and np.isfinite(odd):  # scores of some size
+        arrays[1 - which][:] *= np.float32(1e-38)
+    wide = [array.astype(np.float64) for array in arrays]
+    with np.errstate(all="ignore"):
+        expected = fastattn.attention(*wide, causal="top_left", backend="reference")
+    np.testing.assert_allclose(engine.attention(*arrays, causal="top_left"), expected, rtol=2e-5, atol=2e-6)
+
+
 def test_same_bits_on_every_launch(engine, library):
     """No race between threads shows; nor does it depend on the other items."""
     arrays = Case("again", lead=(3,), heads=4, len_q=200, len_k=500, head_dim=64).arrays()

@@ -9,7 +9,7 @@ import fastattn
 from fastattn.backends.cuda import form
 from tests.cases import Case, solve, stored
 from tests.cuda.libraries import SIMULATED
-from tests.tolerances import assert_answer
+from tests.tolerances import assert_answer, assert_same_bits
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="a GPU has them in all tests of float32")
 
@@ -74,3 +74,14 @@ def test_storage(engine, storage):
     out = engine.attention(*arrays)
     eps = 2.0**-8 if storage == "bfloat16" else 2.0**-11
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, 2.0**127])
+def test_odd_numbers_that_are_not_read_change_no_bit(engine, odd):
+    arrays = Case("masked", heads=1, len_q=9, len_k=18, head_dim=16, value_dim=16).arrays()
+    query, key, value = (x.astype(np.float32) for x in arrays)
+    expected = engine.everything(query, key, value, causal="top_left")
+    for array in (key, value):
+        array[..., 9:, 3] = odd  # beyond the last query, some in the tile that it reads
+    for one, other in zip(engine.everything(query, key, value, causal="top_left"), expected, strict=True):
+        assert_same_bits(one, other)

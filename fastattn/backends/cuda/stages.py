@@ -44,18 +44,22 @@ def score(form: Form) -> Any:
     TO_KEYS, HALF, ZERO, IS_TENSOR = where.to_keys, where.half, form.real(0), shape.is_tensor
     fetch_scores, put_scores = tiles.fetch_scores(form), tiles.put_scores(form)
     add_scores = tensor.add_scores(form) if IS_TENSOR else tiles.add_scores(form)
-    add_odd_scores = tensor.add_odd_scores(form)
+    add_odd_scores, put_without_odd = tensor.add_odd_scores(form), tiles.put_scores(form, False)
     #: Nothing else is put where queries and keys are, and there are barriers before they are put again.
     IS_APART = IS_TENSOR and form.result != "weights"
 
     @cuda.jit(device=True)
     def put(staged, shared, half, thread):
-        """Whether any of the piece is odd, which only tensor cores mind."""
-        odd = put_scores(staged, shared, half, thread)
-        if IS_TENSOR:
-            return cuda.syncthreads_or(odd) != 0
+        """Whether any of the piece is odd, where tensor cores multiply."""
+        is_odd = put_scores(staged, shared, half, thread)
+        if not IS_TENSOR:
+            cuda.syncthreads()
+            return False
+        if cuda.syncthreads_or(is_odd) == 0:
+            return False
+        put_without_odd(staged, shared, half, thread)
         cuda.syncthreads()
-        return False
+        return True
 
     @cuda.jit(device=True)
     def score(s, q, k, lines, q_view, k_view, at_k, n_keys, head_dim, thread, shared, staged, is_ahead):
@@ -76,20 +80,29 @@ def score(form: Form) -> Any:
                     q, k, lines, q_view[4], at_k, k_view[3], k_view[4], n_keys, column, head_dim,
                     thread.number, staged,
                 )  # fmt: skip
-            queries, keys = U(half * HALF), U(half * HALF + TO_KEYS)
-            if IS_TENSOR and is_odd:
-                add_odd_scores(shared, queries, keys, thread, s)
-            else:
-                add_scores(shared, queries, keys, thread, s)
+            add_scores(shared, U(half * HALF), U(half * HALF + TO_KEYS), thread, s)
             if BUFFERS == 1:
                 cuda.syncthreads()
             else:
                 half = 1 - half
             if column < head_dim:
-                is_odd = put(staged, shared, half, thread.number)
+                is_odd |= put(staged, shared, half, thread.number)
             elif not IS_APART:
                 cuda.syncthreads()
             column = np.int32(column + DEPTH)
+        if IS_TENSOR and is_odd:
+            column = np.int32(0)
+            while column < head_dim:
+                fetch_scores(
+                    q, k, lines, q_view[4], at_k, k_view[3], k_view[4], n_keys, column, head_dim,
+                    thread.number, staged,
+                )  # fmt: skip
+                cuda.syncthreads()
+                put_scores(staged, shared, 0, thread.number)
+                cuda.syncthreads()
+                add_odd_scores(shared, U(0), U(TO_KEYS), thread, s)
+                column = np.int32(column + DEPTH)
+            cuda.syncthreads()
 
     return score
 
@@ -218,14 +231,24 @@ def accumulate(form: Form) -> Any:
 
     if not IS_TENSOR:
         return accumulate
-    add_piece, put_odd = tensor.add_values(form), tiles.put_values(form, True)
+    add_piece = tensor.add_values(form)
+    put_without_odd = tiles.put_values(form, keeps_odd=False)
+    put_odd = tiles.put_values(form, keeps_others=False)
+
+    @cuda.jit(device=True)
+    def put(staged, shared, half, thread):
+        """Whether any of the piece is odd."""
+        if cuda.syncthreads_or(put_values(staged, shared, half, thread)) == 0:
+            return False
+        put_without_odd(staged, shared, half, thread)
+        cuda.syncthreads()
+        return True
 
     @cuda.jit(device=True)
     def accumulate_by_tensor_cores(
         acc, s, masked, v, v_view, at_v, n_keys, is_partial, block, value_dim, thread, shared, staged
     ):  # fmt: skip
-        is_odd = put_values(staged, shared, 0, thread.number)
-        cuda.syncthreads()
+        is_odd = put(staged, shared, 0, thread.number)
         half, j0 = 0, np.int32(0)
         while j0 < TILE_KEYS:
             if j0 + VALUE_KEYS < TILE_KEYS:
@@ -236,10 +259,9 @@ def accumulate(form: Form) -> Any:
             add_piece(shared, U(TO_VALUES + half * VALUES_HALF), thread, s, acc)
             half = 1 - half
             if j0 + VALUE_KEYS < TILE_KEYS:
-                is_odd |= put_values(staged, shared, half, thread.number)
-                cuda.syncthreads()
+                is_odd |= put(staged, shared, half, thread.number)
             j0 = np.int32(j0 + VALUE_KEYS)
-        if cuda.syncthreads_or(is_odd) != 0:
+        if is_odd:
             put_weights(s, masked, is_partial, thread, shared)
             j0 = np.int32(0)
             while j0 < TILE_KEYS:

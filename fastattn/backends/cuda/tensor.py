@@ -12,8 +12,9 @@ of a thread are adjacent in memory, and its weights are those that it gives to t
 A product takes four times as long as the next one has to wait for it, if it adds to other sums. So a thread
 works on a group of tiles at a time.
 
-TF32 has the range of float32, but the largest numbers round to infinity, and infinity has no low part: what
-has such a number is multiplied one by one.
+TF32 has the range of float32, but the largest numbers round to infinity, and infinity has no low part. Such
+numbers are *odd*: tensor cores get 0 in their place, and their products are added one by one. So other rows
+and keys have the same bits, whatever these are.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from numba import cuda
 
 from fastattn.backends.cuda.form import Form
 from fastattn.backends.cuda.intrinsics import U, multiply_tile, to_tf32
-from fastattn.backends.cuda.tiles import apart, layout
+from fastattn.backends.cuda.tiles import apart, find_odd, layout
 
 #: Numbers that are multiplied at once, columns of a tile, and threads along both.
 STEP, COLUMNS, LANES = 8, 8, 4
@@ -172,8 +173,8 @@ def add_scores(form: Form) -> Any:
 
 
 def add_odd_scores(form: Form) -> Any:
-    """The same as `add_scores`, one by one."""
-    shape = form.shape
+    """Adds those products of a piece one by one of which a number is odd."""
+    shape, find, ZERO = form.shape, find_odd(form), form.real(0)
     ROWS, KEYS, DEPTH, THREADS_Q = shape.rows, shape.keys, shape.depth, shape.threads_q
     THREADS_K, VECTOR, key_apart = shape.threads_k, shape.vector, apart(shape.vector)
 
@@ -185,7 +186,8 @@ def add_odd_scores(form: Form) -> Any:
                 x = shared[to_queries + U(i * THREADS_Q * DEPTH) + U(column)]
                 for c in range(KEYS):
                     y = shared[to_keys + key_apart(c, THREADS_K) * U(DEPTH) + U(column)]
-                    s[i, c] = cuda.fma(x, y, s[i, c])
+                    if find(x, find(y, ZERO)) != ZERO:
+                        s[i, c] = cuda.fma(x, y, s[i, c])
 
     return add_odd_scores
 

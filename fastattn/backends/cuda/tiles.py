@@ -167,10 +167,10 @@ def fetch_scores(form: Form) -> Any:
     return fetch_scores
 
 
-def put_scores(form: Form) -> Any:
+def put_scores(form: Form, keeps_odd: bool = True) -> Any:
     """Puts what `fetch_scores` fetched into a half of its place in shared memory, transposed; where tensor
-    cores multiply, as it is. 1 if any of it is nonfinite or too large for TF32, else 0, which only those
-    use."""
+    cores multiply, as it is. 1 if any of it is odd, see `find_odd`, else 0, which only those use. Unless
+    keeps_odd, 0 is put in the place of those that are."""
     shape, find, ZERO = form.shape, find_odd(form), form.real(0)
     TILE_ROWS, SPAN, DEPTH = shape.tile_q, shape.span, shape.depth
     GROUPS, LINES = shape.depth // SPAN, shape.num_threads * SPAN // shape.depth
@@ -183,6 +183,9 @@ def put_scores(form: Form) -> Any:
 
     @cuda.jit(device=True)
     def put_scores(staged, shared, half, thread):
+        if not keeps_odd:
+            for e in range(COUNT):
+                staged[e] = staged[e] if find(staged[e], ZERO) == ZERO else ZERO
         first, column = U(thread) // U(GROUPS), U(thread) % U(GROUPS) * U(SPAN)
         to_queries = U(half * HALF) + column * U(Q_COLUMN) + first * U(Q_ROW)
         for turn in range(Q_TURNS):
@@ -242,15 +245,14 @@ def fetch_values(form: Form) -> Any:
     return fetch_values
 
 
-def put_values(form: Form, are_odd: bool = False) -> Any:
+def put_values(form: Form, keeps_odd: bool = True, keeps_others: bool = True) -> Any:
     """Puts what `fetch_values` fetched into a half of its place in shared memory; 1 if any of it is odd, see
-    `find_odd`, else 0. Where tensor cores multiply, 0 is put in the place of those that are odd or, with
-    are_odd, of those that are not."""
+    `find_odd`, else 0. 0 is put in the place of those that are not kept."""
     shape, where, find = form.shape, layout(form.shape), find_odd(form)
     SPAN, V_TURNS, LINE = shape.span, turns(shape).values, where.v_line
     GROUPS, LINES = shape.tile_columns // SPAN, shape.num_threads * SPAN // shape.tile_columns
     TO_VALUES, VALUES_HALF = where.to_values, where.values_half
-    ZERO, IS_TENSOR = form.real(0), shape.is_tensor
+    ZERO, KEEPS_ALL = form.real(0), keeps_odd and keeps_others
 
     @cuda.jit(device=True)
     def put_values(staged, shared, half, thread):
@@ -260,11 +262,10 @@ def put_values(form: Form, are_odd: bool = False) -> Any:
         for turn in range(V_TURNS):
             for e in range(SPAN):
                 x = staged[turn * SPAN + e]
-                zero = find(x, ZERO)
-                if IS_TENSOR and (zero != ZERO) != are_odd:
+                zeros = find(x, zeros)
+                if not KEEPS_ALL and (find(x, ZERO) != ZERO) != keeps_odd:
                     x = ZERO
                 shared[at + U(turn * LINES * LINE + e)] = x
-                zeros += zero
         return np.int32(zeros != ZERO)
 
     return put_values

@@ -31,15 +31,15 @@ from fastattn.bench.outputs import new_console, new_table
 CANDIDATES: dict[int, dict[str, dict[str, Any]]] = {
     64: {
         "now": {},
-        "4 rows": {"rows": 4, "group": 2, "column_vector": 4},
+        "4 rows": {"rows": 4, "column_vector": 4},
         "8 keys of values": {"value_keys": 8},
-        "groups of 2": {"group": 2, "column_vector": 4},
+        "groups of 2": {"column_vector": 4},
         "256 threads": {"threads_q": 64},
     },
     128: {
         "now": {},
         "16 keys of values": {"value_keys": 16},
-        "groups of 2": {"group": 2, "column_vector": 4},
+        "groups of 2": {"column_vector": 4},
         "tiles of 32 keys": {"keys": 8},
         "tiles of 32 keys, 16 of values": {"keys": 8, "value_keys": 16},
     },

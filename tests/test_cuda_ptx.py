@@ -172,7 +172,7 @@ def test_kernels(device, form):
     ptx = compiled(device, f"FORM = {form}\n{KERNELS}")
     expected = int(re.search(r"PRODUCTS (\d+)", ptx)[1])
     assert bool(expected) == (form[0] == "float32" and form[1] > 32 and device >= (8, 0))
-    # As many as a pass of both loops takes: written out they would not fit where instructions are kept.
+    # As many as a pass of both loops takes: written out, ptxas orders them badly.
     assert len(re.findall(r"mma\.sync\S+\.f32\.tf32", ptx)) == expected == ptx.count("mma.")
     width = re.escape("f32" if form[0] == "float32" else "f64")
     assert re.search(rf"fma\.rn\.{width}", ptx)

@@ -285,7 +285,7 @@ def assert_fits(shape, itemsize):
     if shape.is_tensor:
         assert shape.threads_k == LANES and shape.threads_q % COLUMNS == 0 and shape.buffers == 2
         assert shape.rows % 2 == 0 and (shape.row_vector, shape.vector) == (1, 2)
-        assert shape.column_vector == 2 * shape.group
+        assert shape.column_vector % 2 == 0
         assert shape.keys % (2 * shape.group) == shape.columns % (2 * shape.group) == 0
         assert shape.depth % (2 * STEP) == shape.value_keys % STEP == 0  # 16 bytes of a row at a time
         assert 2 * where.v_line % 32 == 8  # threads that read values meet in no bank

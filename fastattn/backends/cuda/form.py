@@ -25,7 +25,6 @@ class Shape(NamedTuple):
     column_vector: int  #: the same of the columns of the values; divides columns
     buffers: int  #: 2 where a piece is put into shared memory while the one before is multiplied, else 1
     is_tensor: bool = False  #: tensor cores multiply; see `tensor`
-    group: int = 0  #: tiles side by side that a warp of these works on at a time; twice it is column_vector
 
     @property
     def num_threads(self) -> int:
@@ -38,6 +37,12 @@ class Shape(NamedTuple):
     @property
     def tile_k(self) -> int:
         return self.keys * self.threads_k
+
+    @property
+    def group(self) -> int:
+        """Tiles side by side that a warp works on at a time, where tensor cores multiply: a thread has two
+        columns of each."""
+        return self.column_vector // 2
 
     @property
     def tile_columns(self) -> int:
@@ -102,8 +107,8 @@ SHAPES = {
 # way. ptxas undoes that where a loop over pieces is written out, and such code was slow: 7.7 ms where a tile
 # of these has 2.5 times fewer clocks to wait in machine code. These have not been timed.
 TENSOR_SHAPES = {
-    64: Shape(2, 16, 16, 32, 4, 16, 16, 4, 2, 1, 8, 2, True, 4),
-    128: Shape(2, 16, 32, 32, 4, 16, 8, 4, 2, 1, 8, 2, True, 4),
+    64: Shape(2, 16, 16, 32, 4, 16, 16, 4, 2, 1, 8, 2, True),
+    128: Shape(2, 16, 32, 32, 4, 16, 8, 4, 2, 1, 8, 2, True),
 }
 
 # With few rows memory is the limit: each thread has one key, and a block is one row of threads. Up to
@@ -123,7 +128,7 @@ SPLIT_KEYS, SPLIT_ROWS = 512, 64
 SIMULATED_SPLIT_KEYS, SIMULATED_SPLIT_ROWS = 8, 8
 SIMULATED_SHAPE = Shape(2, 2, 4, 2, 2, 4, 2, 2, 2, 2, 2, 2)
 SIMULATED_FEW_SHAPE = Shape(2, 2, 2, 1, 2, 4, 2, 2, 1, 2, 1, 1)
-SIMULATED_TENSOR_SHAPE = Shape(2, 4, 8, 8, 4, 16, 8, 4, 2, 1, 4, 2, True, 2)
+SIMULATED_TENSOR_SHAPE = Shape(2, 4, 8, 8, 4, 16, 8, 4, 2, 1, 4, 2, True)
 
 
 def choose_shape(

@@ -1,8 +1,8 @@
 """Products by tensor cores: float32 numbers as sums of two of TF32, as in PyTorch's kernel.
 
 x = high + low, each of 11 bits: three products are a float32 one but for 2^-22 of it. Arrays in 16 bits have
-no low part, and take fewer. Tensor cores truncate their sums. So each piece, 16 numbers long, is summed from
-zero, its small products first, and added to a thread's sums by a rounded addition.
+no low part, and take fewer. Tensor cores truncate their sums. So each piece, 8 or 16 numbers long, is summed
+from zero, its small products first, and added to a thread's sums by a rounded addition.
 
 A warp multiplies a tile of 16 rows by one of 8 columns, 8 numbers of each at a time. Its thread (y, x), y of
 8 and x of 4, holds the sums of rows y and y + 8 and columns 2 x and 2 x + 1; it gives the numbers x and x + 4
@@ -196,8 +196,8 @@ def add_values(form: Form) -> Any:
     """``add_values(shared, values, thread, s, acc)``: adds the products of a thread's first weights with a
     piece of values, which begins at `values` in shared memory, and moves the weights to the end of s.
 
-    A loop over pieces takes other weights each time, and registers cannot be indexed. Written out it would be
-    more instructions than the processor holds.
+    A loop over pieces takes other weights each time, and registers cannot be indexed. Written out, ptxas
+    puts the products of a sum one behind the other.
     """
     shape, real, LINE = form.shape, form.real, layout(form.shape).v_line
     ROWS, GROUP, NUMBERS = shape.rows, shape.group, shape.value_keys // LANES

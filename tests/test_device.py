@@ -196,8 +196,9 @@ def test_reasons_say_what_is_missing(monkeypatch):
     ],
 )
 def test_a_linker_older_than_the_compiler(monkeypatch, linker, line):
-    """Stand-ins for NVVM 13.5 and some nvJitLink."""
+    """Stand-ins for NVVM 13.5 and some nvJitLink, beside any Numba."""
     cuda = pytest.importorskip("numba.cuda")
+    from fastattn.backends.cuda import backend as cuda_backend
     from fastattn.backends.cuda.backend import _unlinkable
 
     class Linker:
@@ -234,8 +235,10 @@ def test_a_linker_older_than_the_compiler(monkeypatch, linker, line):
         return np.no_such_name
 
     monkeypatch.setattr(cuda, "compile_ptx", too_new, raising=False)
+    monkeypatch.setattr(cuda_backend, "version", lambda name: f"of {name}")
     (reason,) = _unlinkable((9, 0))
-    assert reason.startswith("numba-cuda ") and reason.endswith(": pip install 'fastattn[cuda]'")
+    assert reason.startswith("numba-cuda of numba-cuda ")
+    assert reason.endswith(": pip install 'fastattn[cuda]'")
     assert f" does not fit NumPy {np.__version__} (module 'numpy' has no attribute" in reason
 
 

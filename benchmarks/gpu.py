@@ -96,7 +96,7 @@ def stages(jobs: int, folder: Path) -> list[Stage]:
     ]
     if find_spec("torch") and not SIMULATED:
         shapes = [sys.executable, "-m", "benchmarks.gpu_shapes", "--json", str(folder / "shapes.json")]
-        found.insert(3, Stage("shapes", [*shapes, "--jobs", str(jobs)], 80))
+        found.insert(3, Stage("shapes", [*shapes, "--jobs", str(jobs)], 120))
     sanitizer = _tool("compute-sanitizer")
     for tool in ("memcheck", "racecheck") if sanitizer and not SIMULATED else ():
         checked = [str(sanitizer), "--tool", tool, "--error-exitcode", "9", *pytest, *SANITIZED]

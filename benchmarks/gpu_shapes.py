@@ -1,8 +1,9 @@
 """``python -m benchmarks.gpu_shapes``: shapes of the tiles of tensor cores, timed in turns on a GPU.
 
 Each is compiled and checked in a process of its own, several side by side, as compiling takes the time; then
-all are timed in this one, beside PyTorch's efficient kernel and the tiles without tensor cores. The last two
-columns are errors against float64: of values around 0, and around 1, whose sums grow. Needs PyTorch.
+all are timed in this one, beside PyTorch's kernel, efficient for float32 and flash for 16 bits, and tiles
+without tensor cores. The last two columns are errors against float64: of values around 0, and around 1, whose
+sums grow. Needs PyTorch.
 """
 
 from __future__ import annotations
@@ -23,26 +24,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
 from fastattn.backends.cuda import engine, form
-from fastattn.backends.cuda.form import SHAPES, TENSOR_SHAPES, Shape
+from fastattn.backends.cuda.form import PAIR_SHAPES, SHAPES, TENSOR_SHAPES, Shape
 from fastattn.bench.gpu.probes import milliseconds
 from fastattn.bench.outputs import new_console, new_table
 
-#: By the columns of the values; what of `TENSOR_SHAPES` is changed.
-CANDIDATES: dict[int, dict[str, dict[str, Any]]] = {
-    64: {
+#: By dtype and columns of the values; what of `TENSOR_SHAPES`, or of `PAIR_SHAPES`, is changed.
+CANDIDATES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
+    ("float32", 64): {
         "now": {},
-        "4 rows": {"rows": 4, "column_vector": 4},
+        "4 rows": {"rows": 4, "group": 2, "column_vector": 4},
         "8 keys of values": {"value_keys": 8},
-        "groups of 2": {"column_vector": 4},
+        "groups of 2": {"group": 2, "column_vector": 4},
         "256 threads": {"threads_q": 64},
     },
-    128: {
+    ("float32", 128): {
         "now": {},
         "16 keys of values": {"value_keys": 16},
-        "groups of 2": {"column_vector": 4},
+        "groups of 2": {"group": 2, "column_vector": 4},
         "tiles of 32 keys": {"keys": 8},
         "tiles of 32 keys, 16 of values": {"keys": 8, "value_keys": 16},
     },
+    ("bfloat16", 64): {
+        "now": {},
+        "4 rows": {"rows": 4, "group": 2, "value_keys": 16},
+        "32 keys of values": {"value_keys": 32},
+        "256 threads": {"threads_q": 64, "value_keys": 32},
+    },
+    ("bfloat16", 128): {"now": {}, "32 keys of values": {"value_keys": 32}, "tiles of 32 keys": {"keys": 8}},
+    ("float16", 64): {"now": {}, "32 keys of values": {"value_keys": 32}},
+    ("float16", 128): {"now": {}, "32 keys of values": {"value_keys": 32}, "tiles of 32 keys": {"keys": 8}},
 }
 WITHOUT = "multiply-adds"
 
@@ -53,21 +63,23 @@ ROUNDS, BURST_MS = 7, 20.0
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def shapes(columns: int) -> dict[str, Shape]:
-    found = {name: TENSOR_SHAPES[columns]._replace(**new) for name, new in CANDIDATES[columns].items()}
-    return {**found, WITHOUT: SHAPES["float32", columns]}
+def shapes(dtype: str, columns: int) -> dict[str, Shape]:
+    table = TENSOR_SHAPES if dtype == "float32" else PAIR_SHAPES
+    found = {name: table[columns]._replace(**new) for name, new in CANDIDATES[dtype, columns].items()}
+    return found | ({WITHOUT: SHAPES[dtype, columns]} if dtype == "float32" else {})
 
 
-def use(columns: int, shape: Shape) -> None:
+def use(dtype: str, columns: int, shape: Shape) -> None:
     """From now on, in this process."""
-    form.TENSOR_SHAPES[columns] = shape
+    (form.TENSOR_SHAPES if dtype == "float32" else form.PAIR_SHAPES)[columns] = shape
     engine._plans.clear()
 
 
-def tensors(batch: int, heads: int, length: int, columns: int, mean: float = 0) -> Tensors:
+def tensors(dtype: str, batch: int, heads: int, length: int, columns: int, mean: float = 0) -> Tensors:
     torch.manual_seed(0)
     query, key, value = (torch.randn(batch, heads, length, columns, device="cuda") for _ in range(3))
-    return query, key, value + mean
+    kind = getattr(torch, dtype)
+    return query.to(kind), key.to(kind), (value + mean).to(kind)
 
 
 def error(arrays: Tensors) -> float:
@@ -76,27 +88,28 @@ def error(arrays: Tensors) -> float:
     return float((fastattn.attention(*arrays)[:1, :1] - expected).abs().max())
 
 
-def compile_one(columns: int, name: str) -> None:
+def compile_one(dtype: str, columns: int, name: str) -> None:
     """To the disk cache."""
-    use(columns, shapes(columns)[name])
-    print(f"{error(tensors(1, 1, 300, columns)):.2g}")
+    use(dtype, columns, shapes(dtype, columns)[name])
+    print(f"{error(tensors(dtype, 1, 1, 300, columns)):.2g}")
 
 
-def _efficient(arrays: Tensors) -> torch.Tensor:
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+def _of_pytorch(arrays: Tensors) -> torch.Tensor:
+    is_wide = arrays[0].dtype == torch.float32
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION if is_wide else SDPBackend.FLASH_ATTENTION):
         return torch.nn.functional.scaled_dot_product_attention(*arrays)
 
 
-def measure(columns: int, named: dict[str, Shape]) -> dict[str, dict[str, Any]]:
+def measure(dtype: str, columns: int, named: dict[str, Shape]) -> dict[str, dict[str, Any]]:
     """Milliseconds of a call in each round, and errors."""
-    arrays, around_one = (tensors(*SIZES, columns, mean) for mean in (0, 1))
-    found: dict[str, dict[str, Any]] = {name: {"milliseconds": []} for name in ["PyTorch, efficient", *named]}
+    arrays, around_one = (tensors(dtype, *SIZES, columns, mean) for mean in (0, 1))
+    found: dict[str, dict[str, Any]] = {name: {"milliseconds": []} for name in ["PyTorch", *named]}
     calls: dict[str, int] = {}
     for number in range(-1, ROUNDS):
         for name, one in found.items():
-            run: Callable[[], Any] = lambda: _efficient(arrays)  # noqa: E731
+            run: Callable[[], Any] = lambda: _of_pytorch(arrays)  # noqa: E731
             if name in named:
-                use(columns, named[name])
+                use(dtype, columns, named[name])
                 run = lambda: fastattn.attention(*arrays)  # noqa: E731
             if number < 0:
                 run()
@@ -113,14 +126,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_shapes", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="that compile: %(default)s")
-    parser.add_argument("--compile", nargs=2, metavar=("COLUMNS", "NAME"), help=argparse.SUPPRESS)
+    parser.add_argument("--compile", nargs=3, metavar=("DTYPE", "COLUMNS", "NAME"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.compile:
-        compile_one(int(options.compile[0]), options.compile[1])
+        dtype, columns, name = options.compile
+        compile_one(dtype, int(columns), name)
         return 0
-    tasks = [(columns, name) for columns in CANDIDATES for name in shapes(columns)]
+    tasks = [(*case, name) for case in CANDIDATES for name in shapes(*case)]
 
-    def run(task: tuple[int, str]) -> str:
+    def run(task: tuple[str, int, str]) -> str:
         command = [sys.executable, "-m", "benchmarks.gpu_shapes", "--compile", *map(str, task)]
         done = subprocess.run(command, capture_output=True, text=True)
         return "" if done.returncode == 0 else (done.stderr.splitlines() or ["?"])[-1]
@@ -128,14 +142,15 @@ def main() -> int:
     with ThreadPool(options.jobs) as pool:
         failed = {task: why for task, why in zip(tasks, pool.map(run, tasks), strict=True) if why}
     console, result = new_console(120), {}
-    for columns in CANDIDATES:
-        named = {name: shape for name, shape in shapes(columns).items() if (columns, name) not in failed}
-        result[columns] = measure(columns, named)
+    for dtype, columns in CANDIDATES:
+        every = shapes(dtype, columns).items()
+        named = {name: shape for name, shape in every if (dtype, columns, name) not in failed}
+        found = result[f"{dtype}, {columns}"] = measure(dtype, columns, named)
         table = new_table(("shape", "ms", "TFLOP/s", "errors", "around 1"), left=("shape",))
         batch, heads, length = SIZES
-        table.title = f"{batch} x {heads} heads, {length} x {length}, {columns} columns"
+        table.title = f"{dtype}, {batch} x {heads} heads, {length} x {length}, {columns} columns"
         flops = 4 * batch * heads * length**2 * columns
-        for name, one in result[columns].items():
+        for name, one in found.items():
             ms = median(one["milliseconds"])
             errors = (f"{x:.2g}" for x in one.get("errors", ()))
             table.add_row(name, f"{ms:.3f}", f"{flops / ms / 1e9:.1f}", *errors)

@@ -37,7 +37,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.ptx import attend_ptx, set_device
-from fastattn.backends.cuda.form import Form, Stored, choose_shape
+from fastattn.backends.cuda.form import Form, Shape, Stored, choose_shape
+from fastattn.backends.cuda.pairs import PARTS
 
 CLOCKS, SHARED = 132 * 1.755e9, {80: 164, 90: 228, 100: 228}  # KiB of a multiprocessor
 FLAGS = [name for name in Form._fields if name.startswith("has_") or name == "is_natural"]
@@ -57,10 +58,12 @@ def form_of(name: str, dtype: str, value_dim: int, has_tensor_cores: bool) -> Fo
     is_set = {flag: flag in NAMES[name].split() for flag in FLAGS}
     changes_scores = is_set["has_bias"] or is_set["has_score_mod"]
     head_rows = int(name[0]) if few else 4096
-    shape = choose_shape(dtype, head_rows, value_dim, False, has_tensor_cores, changes_scores)
+    real, pairs = ("float32", dtype) if dtype in PARTS else (dtype, "")
+    shape = choose_shape(real, head_rows, value_dim, False, has_tensor_cores, changes_scores, pairs)
     result = "parts" if few else "weights" if name == "weights" else "out"
-    stored = Stored(*[dtype] * 5, "uint8", dtype)
-    return Form(dtype, shape, stored, **is_set, is_even=True, is_packed=True, result=result)
+    read = real if shape.pairs else dtype
+    stored = Stored(*[read] * 3, dtype, real, "uint8", real if result == "parts" else dtype)
+    return Form(real, shape, stored, **is_set, is_even=True, is_packed=True, result=result)
 
 
 def call(name: str, *arguments: object) -> tuple[str, str]:
@@ -103,11 +106,18 @@ COSTS = {  # of an instruction that begins so
     r"STS.*\.128": Cost(needed=1, shared=4), "STS": Cost(needed=1, shared=1), "(LD|ST)L": Cost(spills=1),
 }  # fmt: skip
 
-#: Where tensor cores multiply: three of their products are 32 multiply-adds of a thread.
+#: Where tensor cores multiply: a product is 32 multiply-adds of a thread, one of pairs 64.
 TENSOR_COSTS = {
-    "HMMA": Cost(needed=1, fma=32 / 3), "LDS": Cost(shared=1), r"STS.*\.128": Cost(shared=4),
-    "STS": Cost(shared=1), "(LD|ST)L": Cost(spills=1),
+    r"HMMA\.1688": Cost(needed=1, fma=32), r"HMMA\.16816": Cost(needed=1, fma=64),
+    "LDS": Cost(shared=1), r"STS.*\.128": Cost(shared=4), "STS": Cost(shared=1), "(LD|ST)L": Cost(spills=1),
 }  # fmt: skip
+
+
+def products_of(shape: Shape) -> tuple[int, int]:
+    """How many products one of float32 takes, of a score and of a weight."""
+    if not shape.is_tensor:
+        return 1, 1
+    return (1, PARTS[shape.pairs]) if shape.pairs else (3, 3)
 
 
 class Code:
@@ -139,9 +149,10 @@ class Code:
         for first in [first for first, last in self.loops.items() if self.key_loop < first <= end < last]:
             del self.loops[first]
         shape, inside = form.shape, range(self.key_loop + 1, end)
+        of_scores, of_values = products_of(shape)
         #: Multiply-adds of a line, lines of a tile and of a piece of it.
-        self.work = (shape.rows * shape.keys, head_dim, shape.depth), (
-            shape.rows * shape.columns, shape.tile_k, shape.value_keys,
+        self.work = (shape.rows * shape.keys * of_scores, head_dim, shape.depth * shape.pair), (
+            shape.rows * shape.columns * of_values, shape.tile_k, shape.value_keys,
         )  # fmt: skip
         with_sums = [at for at in self.loops if at in inside and any(c.fma for c in self._inside(at))]
         self.scores = min(with_sums, default=0)
@@ -197,11 +208,15 @@ def report(case: tuple[str, str, int, int]) -> str:
     code, shape, warps = Code(sass, form, columns), form.shape, form.shape.num_threads // 32
     blocks = min(65536 // (-(-registers // 8) * 256 * warps), SHARED[device] * 1024 // (shared + 1024))
     full, partial = code.tile(True), code.tile(False)
-    products = shape.rows * (shape.keys * columns + (name != "weights") * shape.columns * shape.tile_k)
-    counted = products * 3 / 32 if shape.is_tensor else products
-    speed = 2 * shape.tile_k * columns * np.dtype(dtype).itemsize / (full.shared * warps) * CLOCKS / 1e12
+    of_scores, of_values = products_of(shape)
+    products = shape.rows * (
+        shape.keys * columns * of_scores + (name != "weights") * shape.columns * shape.tile_k * of_values
+    )
+    counted = products / (32 * shape.pair) if shape.is_tensor else products
+    nbytes = 2 * shape.tile_k * columns * (2 if dtype in PARTS else np.dtype(dtype).itemsize)
+    speed = nbytes / (full.shared * warps) * CLOCKS / 1e12
     return (
-        f"{name:15} {dtype} {columns:4} {device:4} {registers:5} {stack:6} {shared:7} {blocks:7} "
+        f"{name:15} {dtype:8} {columns:4} {device:4} {registers:5} {stack:6} {shared:7} {blocks:7} "
         f"{full.issued:7.0f} {counted / full.issued:5.1%} {full.spills:6.0f} {partial.issued:8.0f} "
         f"{speed:6.2f}{' ?' * (full.fma < products - 1)}"
     )
@@ -214,7 +229,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="*", default=["float32", "float64"])
     parser.add_argument("--columns", nargs="*", type=int, default=[64, 128])
     asked = parser.parse_args()
-    print(f"{'':15} {'dtype':7} {'D':>4} {'sm':>4} {'regs':>5} {'stack':>6} {'shared':>7} {'blocks':>7} "
+    print(f"{'':15} {'dtype':8} {'D':>4} {'sm':>4} {'regs':>5} {'stack':>6} {'shared':>7} {'blocks':>7} "
           f"{'full':>7} {'fma':>5} {'spills':>6} {'partial':>8} {'TB/s':>6}")  # fmt: skip
     # A process for each: device functions are kept for one device.
     with get_context("spawn").Pool(2, maxtasksperchild=1) as pool:

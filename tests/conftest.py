@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -48,6 +49,8 @@ settings.register_profile(
 )
 settings.load_profile("fastattn")
 os.environ.setdefault("KERAS_BACKEND", "numpy")  # read when Keras is imported
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a script, and inherited
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BACKENDS = tuple(name for name in registry.MODULES if name != "cuda")
 #: The pool "workqueue" is always there; those of TBB and OpenMP want a library.

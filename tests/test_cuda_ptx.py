@@ -17,23 +17,30 @@ set_device(DEVICE)
 """
 
 KERNELS = """
-from fastattn.backends.cuda.tensor import COLUMNS, EXACT, STEP
+from fastattn.backends.cuda.tensor import COLUMNS, STEP, WEIGHTS, parts_of
 from fastattn.backends.cuda.combine import combine_kernel
 from fastattn.backends.cuda.form import Form, Stored, choose_shape
 from fastattn.backends.cuda.kernel import merge_kernel
+from fastattn.backends.cuda.pairs import PARTS
 
 def tensor_products(form):
     "Of tensor cores, for a piece of scores and one of values."
-    shape, lows = form.shape, 1 - (form.stored.q in EXACT)  # queries, keys and values are in one dtype here
-    of_scores = shape.depth // STEP * (shape.tile_k // COLUMNS) * (1 + 2 * lows)
-    of_values = shape.value_keys // STEP * (shape.tile_columns // COLUMNS) * (2 + lows)
+    shape, stored = form.shape, form.stored
+    of_queries, of_keys, of_values, of_weights = (
+        parts_of(form, kind) - 1 for kind in (stored.q, stored.k, stored.v, WEIGHTS)
+    )
+    of_scores = shape.depth // STEP * (shape.tile_k // COLUMNS) * (1 + of_queries + of_keys)
+    of_values = (shape.tile_columns // COLUMNS) * (1 + of_weights + of_values)
+    of_values *= shape.value_keys // shape.pair // STEP
     return shape.is_tensor * shape.rows // 2 * (of_scores + (form.result != "weights") * of_values)
 
 
 dtype, head_rows, value_dim, flags, result, bias, storage = FORM
-stored = Stored(storage, storage, storage, bias, storage, "uint8", storage)
 changes_scores = flags[5] or flags[8]  # a bias, a function
-shape = choose_shape(dtype, head_rows, value_dim, False, DEVICE >= (8, 0), changes_scores)
+pairs = storage if dtype == "float32" and storage in PARTS else ""
+shape = choose_shape(dtype, head_rows, value_dim, False, DEVICE >= (8, 0), changes_scores, pairs)
+read = (dtype if flags[-1] else "uint16") if shape.pairs else storage
+stored = Stored(read, read, read, bias, storage, "uint8", storage)
 form = Form(dtype, shape, stored, *map(bool, flags), result)
 print("PRODUCTS", tensor_products(form))
 print(attend_ptx(form))
@@ -93,12 +100,15 @@ print("found" if sum(kernel.stats.cache_hits.values()) else "compiled")
 """
 
 PLAIN = (False,) * 11 + (True, True)
+MASKED = (*PLAIN[:3], True, *PLAIN[4:])
 EVERYTHING = (True,) * 11 + (False, False)
 FORMS = [
     ("float32", 4096, 64, PLAIN, "out", "float32", "float32"),
     ("float32", 4096, 128, PLAIN, "out", "float32", "float32"),
     ("float32", 1, 128, PLAIN, "parts", "float32", "float32"),
     ("float32", 4096, 64, PLAIN, "out", "float32", "bfloat16"),
+    ("float32", 4096, 128, PLAIN, "out", "float32", "float16"),
+    ("float32", 4096, 64, MASKED, "out", "float32", "bfloat16"),
     ("float32", 1, 128, PLAIN, "parts", "float32", "float16"),
     ("float32", 4096, 64, EVERYTHING, "out", "float16", "float32"),
     ("float32", 4096, 128, EVERYTHING, "out", "bfloat16", "float16"),
@@ -173,12 +183,17 @@ def test_kernels(device, form):
     expected = int(re.search(r"PRODUCTS (\d+)", ptx)[1])
     assert bool(expected) == (form[0] == "float32" and form[1] > 32 and device >= (8, 0))
     # As many as a pass of both loops takes: written out, ptxas orders them badly.
-    assert len(re.findall(r"mma\.sync\S+\.f32\.tf32", ptx)) == expected == ptx.count("mma.")
+    kind = {"float16": "f16", "bfloat16": "bf16"}.get(form[6], "tf32")
+    assert len(re.findall(rf"mma\.sync\S+\.f32\.{kind}", ptx)) == expected == ptx.count("mma.")
     width = re.escape("f32" if form[0] == "float32" else "f64")
     assert re.search(rf"fma\.rn\.{width}", ptx)
     # Sums stay in registers: an index that is not known when it compiles would put them into memory.
     assert not re.search(r"(ld|st)\.local", ptx)
-    if form[6].endswith("16") and form[3] == PLAIN:  # a span in one load
+    if kind != "tf32":
+        assert bool(re.search(r"ldmatrix\.sync", ptx)) == bool(expected and form[4] != "weights")
+    if form[6].endswith("16") and form[3] == PLAIN and expected:  # a span in one load
+        assert re.search(r"ld\.global\.v4\.[bfu]32", ptx)
+    elif form[6].endswith("16") and form[3] == PLAIN:
         assert re.search(rf"ld\.global\.v{4 if form[0] == 'float32' else 2}\.[ub]16", ptx)
 
 

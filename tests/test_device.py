@@ -249,6 +249,10 @@ def test_shapes_fit():
 
     for problem in product(form.FEW_SHAPES, (*range(1, 11), 33), (64, 128), [False], *[[False, True]] * 2):
         assert_fits(form.choose_shape(*problem), np.dtype(problem[0]).itemsize)
+    for value_dim, changes_scores, pairs in product((64, 128), (False, True), ("float16", "bfloat16")):
+        shape = form.choose_shape("float32", 33, value_dim, False, True, changes_scores, pairs)
+        assert shape.pairs == pairs
+        assert_fits(shape, 4)
 
 
 def test_shapes_that_are_tried_fit():
@@ -256,9 +260,9 @@ def test_shapes_that_are_tried_fit():
     pytest.importorskip("torch")
     from benchmarks import gpu_shapes
 
-    for columns in gpu_shapes.CANDIDATES:
-        for shape in gpu_shapes.shapes(columns).values():
-            assert_fits(shape, 4)
+    for dtype, columns in gpu_shapes.CANDIDATES:
+        for shape in gpu_shapes.shapes(dtype, columns).values():
+            assert_fits(shape._replace(pairs="" if dtype == "float32" else dtype), 4)
             assert shape.tile_columns == columns
 
 
@@ -276,10 +280,11 @@ def assert_fits(shape, itemsize):
     assert shape.rows % shape.row_vector == 0
     assert shape.tile_q <= shape.num_threads and TILE_K % shape.tile_k == 0
     assert shape.num_threads * shape.span % shape.depth == 0
-    assert shape.num_threads * shape.span % shape.tile_columns == 0
-    assert shape.depth % shape.span == shape.tile_columns % shape.span == 0
+    columns = shape.tile_columns // shape.pair
+    assert shape.num_threads * shape.span % columns == 0
+    assert shape.depth % shape.span == columns % shape.span == 0
     assert shape.tile_k * shape.depth % (shape.span * shape.num_threads) == 0
-    assert shape.value_keys * shape.tile_columns % (shape.span * shape.num_threads) == 0
+    assert shape.value_keys * columns % (shape.span * shape.num_threads) == 0
     assert shape.tile_k % shape.value_keys == 0 and form.SPLIT_KEYS % shape.tile_k == 0
     assert where.q_line % shape.row_vector == where.half % shape.row_vector == 0
     assert where.to_values * itemsize % 16 == 0
@@ -288,10 +293,15 @@ def assert_fits(shape, itemsize):
     if shape.is_tensor:
         assert shape.threads_k == LANES and shape.threads_q % COLUMNS == 0 and shape.buffers == 2
         assert shape.rows % 2 == 0 and (shape.row_vector, shape.vector) == (1, 2)
-        assert shape.column_vector % 2 == 0
+        assert shape.threads_q == shape.num_threads * shape.span // shape.depth  # who puts a row has the next
         assert shape.keys % (2 * shape.group) == shape.columns % (2 * shape.group) == 0
-        assert shape.depth % (2 * STEP) == shape.value_keys % STEP == 0  # 16 bytes of a row at a time
-        assert 2 * where.v_line % 32 == 8  # threads that read values meet in no bank
+        assert shape.depth % (2 * STEP) == shape.value_keys % (STEP * shape.pair) == 0
+        # Threads that read values meet in no bank.
+        if shape.pairs:
+            assert where.v_line % 8 == 4 and where.values_half % 4 == shape.group % 2 == 0
+        else:
+            assert 2 * where.v_line % 32 == 8
+        assert shape.column_vector == (2 if shape.pairs else 2 * shape.group)
 
 
 @pytest.mark.parametrize("head_rows", [1, 8, 9, 16, 64, 128, 512, 4096])

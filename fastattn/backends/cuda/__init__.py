@@ -9,7 +9,7 @@ A block of threads takes a tile of query rows of one key/value head and walks ov
 - *accumulate*: values go through shared memory a few keys at a time, and each thread adds up its rows and
   columns.
 
-Where tensor cores multiply, queries and keys lie in shared memory as they are, and the weights stay in
+Where tensor cores multiply, rows of queries and keys stay rows in shared memory, and the weights stay in
 registers.
 
 Tiles that no row may read are skipped. The rows' intervals or the mask map tell, or else the mask array or
@@ -20,7 +20,8 @@ Few query rows leave most of a GPU idle, so several blocks share their keys (Fla
 
 `form` chooses a specialisation of the kernels and its tiles for a problem. `blocks` finds the rows and keys
 of a block, `mask_tile` the keys that each row may attend to. `stages` has the three stages, `tiles` what they
-do with registers and shared memory, `tensor` what they do with tensor cores, `epilogue` what changes scores.
+do with registers and shared memory, `tensor` what they do with tensor cores, `pairs` of two numbers in 16
+bits what these multiply at once, `epilogue` what changes scores.
 `functions` turns the caller's functions into device functions. `engine` makes of a problem a plan, which it
 keeps, with each `launch` of a kernel on a `stream`, which owns the memory; `cache` keeps kernels on disk.
 `combine` is `merge_attention`.
@@ -36,7 +37,7 @@ device function. Arguments have one name in all of them. Beside those of `kernel
 - shared: the shared memory of a block; staged: the registers of a thread for what it has fetched;
 - is_partial: some rows may not attend to some keys of the tile.
 
-Multiply-adds are those of the dtype, or three products of TF32 that are as exact as one of float32. float16
-and bfloat16 arrays are converted to it as they are read, and results to these types as they are written
-(`intrinsics.read_as`, `write_as`).
+Multiply-adds are those of the dtype, or products of tensor cores that are together as exact as one of
+float32. float16 and bfloat16 arrays are converted to it as they are read, or multiplied as they are, and
+results converted to these types as they are written (`intrinsics.read_as`, `write_as`).
 """

@@ -22,6 +22,7 @@ from fastattn.backends.cuda.form import Form, Shape, Stored, choose_shape, keys_
 from fastattn.backends.cuda.functions import check_indices, device_function
 from fastattn.backends.cuda.kernel import attend_kernel, merge_kernel
 from fastattn.backends.cuda.launch import launch_of
+from fastattn.backends.cuda.pairs import PARTS
 from fastattn.backends.cuda.stream import SIMULATED, Stream, View, caller_stream
 
 #: Threads of a block of `merge`.
@@ -192,21 +193,31 @@ def _plan(problem: AnyProblem, arrays: Arrays, copies: dict[int, View], stream: 
     views = Arrays._make(map(placed, range(SCRATCH)))
     out, weights = views.out, views.weights
     lse = room(*problem.out.shape[:-1]) if views.lse is None else views.lse
-    inputs, band = views[:4], problem.band
-
-    head_rows = H // K * L
+    *qkv, bias = views[:4]
+    band, head_rows = problem.band, H // K * L
     changes_scores = bool(problem.bias) or problem.score_mod is not None
-    shape = choose_shape(str(dtype), head_rows, E, SIMULATED, stream.has_tensor_cores, changes_scores)
+    kinds = {view.dtype.name for view in qkv}
+    pairs = next(iter(kinds)) if len(kinds) == 1 and kinds <= PARTS.keys() else ""
+    shape = choose_shape(str(dtype), head_rows, E, SIMULATED, stream.has_tensor_cores, changes_scores, pairs)
+    span = shape.span * shape.pair
+    is_packed = D % span == E % span == 0 and all(view.is_packed(dtype, span) for view in qkv)
+    if shape.pairs:
+        qkv = [view.in_pairs(is_packed) for view in qkv]
     split_keys = keys_of_a_split(head_rows, SIMULATED)
     n_splits = max(1, -(-S // split_keys))
+    inputs = [*qkv, bias]
     form = _form(
-        problem, shape, [*inputs, views.sinks, views.dense, out], "out" if n_splits == 1 else "parts"
+        problem,
+        shape,
+        is_packed,
+        [*inputs, views.sinks, views.dense, out],
+        "out" if n_splits == 1 else "parts",
     )
     cut = (-(-head_rows // shape.tile_q), max(1, -(-E // shape.tile_columns)), split_keys)
     factor = 1.0 if form.is_natural else LOG2E
     scale, softcap = form.real(problem.scale * factor), form.real(problem.softcap or 0)
 
-    sizes, rows = (B, H, K, L, S, D, E), B * H * L
+    sizes, rows = (B, H, K, L, S, D // (shape.pair // form.unit), E), B * H * L
     state = [room(rows) for _ in range(2)] if form.keeps_sums else [None, None]
     parts = [room(n_splits, rows, n) for n in (E, 1, 1)] if n_splits > 1 else []
     mods, aux = _functions(problem, stream)
@@ -261,7 +272,7 @@ def _functions(problem: AnyProblem, stream: Stream) -> tuple[dict[str, Any], tup
     return mods, tuple(map(stream.argument, next((mod.aux for mod in given.values()), ())))
 
 
-def _form(problem: AnyProblem, shape: Shape, views: list[View | None], result: str) -> Form:
+def _form(problem: AnyProblem, shape: Shape, is_packed: bool, views: list[View | None], result: str) -> Form:
     """How the kernel is cut. views: those of the arrays of `Stored`."""
     D, E, dtype = problem.head_dim, problem.value_dim, problem.dtype
     # Times log2(e), a large scale or soft-cap would make infinite what is not.
@@ -269,13 +280,12 @@ def _form(problem: AnyProblem, shape: Shape, views: list[View | None], result: s
         needs_natural_scores(problem) or problem.softcap is not None or abs(problem.scale) * LOG2E > 1
     )
     stored = Stored(*(str(dtype if view is None else view.dtype) for view in views))
-    are_packed = all(view.is_packed(dtype, shape.span) for view in views[:3] if view is not None)
     band = problem.band
     return Form(
         str(dtype), shape, stored, band is not None, band is not None and band.lengths is not None,
         problem.key_start is not None, problem.dense is not None, problem.mask_map is not None,
         bool(problem.bias), problem.softcap is not None, problem.sinks is not None,
         problem.score_mod is not None, problem.mask_mod is not None, is_natural,
-        D % shape.depth == 0 and E > 0 and E % shape.tile_columns == 0,
-        D % shape.span == E % shape.span == 0 and are_packed, result, problem.weights is not None,
+        D % (shape.depth * shape.pair) == 0 and E > 0 and E % shape.tile_columns == 0, is_packed, result,
+        problem.weights is not None,
     )  # fmt: skip

@@ -25,6 +25,8 @@ class Shape(NamedTuple):
     column_vector: int  #: the same of the columns of the values; divides columns
     buffers: int  #: 2 where a piece is put into shared memory while the one before is multiplied, else 1
     is_tensor: bool = False  #: tensor cores multiply; see `tensor`
+    group: int = 0  #: tiles side by side that a warp works on at a time, where tensor cores multiply
+    pairs: str = ""  #: the 16-bit type of queries, keys and values, whose elements are `pairs`
 
     @property
     def num_threads(self) -> int:
@@ -39,14 +41,13 @@ class Shape(NamedTuple):
         return self.keys * self.threads_k
 
     @property
-    def group(self) -> int:
-        """Tiles side by side that a warp works on at a time, where tensor cores multiply: a thread has two
-        columns of each."""
-        return self.column_vector // 2
-
-    @property
     def tile_columns(self) -> int:
         return self.columns * self.threads_k
+
+    @property
+    def pair(self) -> int:
+        """Numbers of an element."""
+        return 2 if self.pairs else 1
 
 
 class Stored(NamedTuple):
@@ -79,9 +80,14 @@ class Form(NamedTuple):
     has_mask_mod: bool
     is_natural: bool  #: scores are held as they are, and not times log2(e)
     is_even: bool  #: depth divides head_dim, and the columns of a tile the value's
-    is_packed: bool  #: queries, keys and values lie in whole spans
+    is_packed: bool  #: queries, keys and values lie in whole spans, of pairs where those are multiplied
     result: str = "out"  #: or "parts", of splits for `merge`, or "weights", once the sums are known
     keeps_sums: bool = False  #: for "weights": maxima and sums are stored, as for "parts" always
+
+    @property
+    def unit(self) -> int:
+        """Elements of memory of one in shared memory, where they are read as the numbers of pairs."""
+        return 1 if self.is_packed else self.shape.pair
 
     @property
     def real(self) -> type[np.floating]:
@@ -107,8 +113,15 @@ SHAPES = {
 # way. ptxas undoes that where a loop over pieces is written out, and such code was slow: 7.7 ms where a tile
 # of these has 2.5 times fewer clocks to wait in machine code. These have not been timed.
 TENSOR_SHAPES = {
-    64: Shape(2, 16, 16, 32, 4, 16, 16, 4, 2, 1, 8, 2, True),
-    128: Shape(2, 16, 32, 32, 4, 16, 8, 4, 2, 1, 8, 2, True),
+    64: Shape(2, 16, 16, 32, 4, 16, 16, 4, 2, 1, 8, 2, True, 4),
+    128: Shape(2, 16, 32, 32, 4, 16, 8, 4, 2, 1, 8, 2, True, 4),
+}
+
+# Of pairs: `depth` and `span` are of as many bytes as of TF32, and twice as many columns. For float16 with 64
+# columns ptxas puts the products of a sum one behind the other where a tile has several pieces of values.
+PAIR_SHAPES = {
+    64: TENSOR_SHAPES[64]._replace(value_keys=64, column_vector=2),
+    128: TENSOR_SHAPES[128]._replace(value_keys=16, column_vector=2),
 }
 
 # With few rows memory is the limit: each thread has one key, and a block is one row of threads. Up to
@@ -128,7 +141,8 @@ SPLIT_KEYS, SPLIT_ROWS = 512, 64
 SIMULATED_SPLIT_KEYS, SIMULATED_SPLIT_ROWS = 8, 8
 SIMULATED_SHAPE = Shape(2, 2, 4, 2, 2, 4, 2, 2, 2, 2, 2, 2)
 SIMULATED_FEW_SHAPE = Shape(2, 2, 2, 1, 2, 4, 2, 2, 1, 2, 1, 1)
-SIMULATED_TENSOR_SHAPE = Shape(2, 4, 8, 8, 4, 16, 8, 4, 2, 1, 4, 2, True)
+SIMULATED_TENSOR_SHAPE = Shape(2, 4, 8, 8, 4, 16, 8, 4, 2, 1, 4, 2, True, 2)
+SIMULATED_PAIR_SHAPE = SIMULATED_TENSOR_SHAPE._replace(keys=8, value_keys=16, column_vector=2)
 
 
 def choose_shape(
@@ -138,11 +152,13 @@ def choose_shape(
     simulated: bool,
     has_tensor_cores: bool = False,
     changes_scores: bool = False,
+    pairs: str = "",
 ) -> Shape:
     """The tiles for `head_rows` query rows that read one key/value head. has_tensor_cores: the device has
-    those that multiply TF32, from compute capability 8.0 on. changes_scores: a bias or a function does."""
+    those that multiply TF32, from compute capability 8.0 on. changes_scores: a bias or a function does.
+    pairs: the 16-bit type of queries, keys and values."""
     if simulated and has_tensor_cores:
-        return SIMULATED_TENSOR_SHAPE
+        return SIMULATED_PAIR_SHAPE._replace(pairs=pairs) if pairs else SIMULATED_TENSOR_SHAPE
     if simulated:
         return SIMULATED_FEW_SHAPE if head_rows <= 2 * SIMULATED_FEW_SHAPE.rows else SIMULATED_SHAPE
     if head_rows <= FEW_ROWS * FEW_TILES:
@@ -154,7 +170,7 @@ def choose_shape(
     columns = 64 if value_dim <= 64 else 128
     if not has_tensor_cores or dtype != "float32":
         return SHAPES[dtype, columns]
-    shape = TENSOR_SHAPES[columns]
+    shape = PAIR_SHAPES[columns]._replace(pairs=pairs) if pairs else TENSOR_SHAPES[columns]
     # With fewer scores a thread's registers hold all that changes them, too.
     return shape._replace(keys=shape.keys // 2) if changes_scores and columns == 128 else shape
 

@@ -70,7 +70,7 @@ def read_as(dtype: str, stored: str) -> Any:
             return real(array[at])
 
         return read
-    from_bits = _same_bits("uint32", "float32")
+    from_bits = same_bits("uint32", "float32")
 
     @cuda.jit(device=True)
     def read_bfloat16(array, at):
@@ -90,7 +90,7 @@ def write_as(stored: str) -> Any:
             array[at] = kind(x)
 
         return write
-    to_bits = _same_bits("float32", "uint32")
+    to_bits = same_bits("float32", "uint32")
 
     @cuda.jit(device=True)
     def write_bfloat16(array, at, x):
@@ -104,7 +104,8 @@ def write_as(stored: str) -> Any:
     return write_bfloat16
 
 
-def _same_bits(dtype: str, other: str) -> Any:
+@cache
+def same_bits(dtype: str, other: str) -> Any:
     """``same_bits(x)``: the number of the other dtype, of the same size, with the bits of x."""
     if config.ENABLE_CUDASIM:
 
@@ -230,17 +231,104 @@ def to_tf32() -> Any:
 
 
 @cache
-def multiply_tile() -> Any:
-    """``multiply(sums, a0, a1, a2, a3, b0, b1)``: a warp's tile of sums with products of TF32 numbers added,
-    `mma.m16n8k8` of PTX, which says which number each argument is. In the simulator a block is a warp."""
+def round_pair(kind: str) -> Any:
+    """``pair(x, y)``: both rounded to a 16-bit type, in the bits of a float32, x in the lower ones."""
+    if config.ENABLE_CUDASIM:
+        write = write_as(kind)
+
+        @cuda.jit(device=True)
+        def round_in_python(x, y):
+            halves = np.empty(2, BITS.get(kind, kind))
+            write(halves, 0, x)
+            write(halves, 1, y)
+            return halves.view(np.float32)[0]
+
+        return round_in_python
+
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    code = {"float16": "cvt.rn.f16x2.f32 $0, $2, $1;", "bfloat16": "cvt.rn.bf16x2.f32 $0, $2, $1;"}[kind]
+
+    @intrinsic
+    def pair(context, x, y):
+        def codegen(context, builder, signature, arguments):
+            word, real = ir.IntType(32), ir.FloatType()
+            made = builder.call(ir.InlineAsm(ir.FunctionType(word, [real] * 2), code, "=r,f,f"), arguments)
+            return builder.bitcast(made, real)
+
+        return types.float32(x, y), codegen
+
+    return pair
+
+
+@cache
+def load_tiles() -> Any:
+    """``load(shared, at)``: of four tiles of 8 keys and 8 columns of values in 16 bits, the pairs of two keys
+    that the second argument of a product by a warp has: `ldmatrix` of PTX. Thread n gives the place in shared
+    memory, a multiple of 16 bytes, of row n % 8 of tile n / 8. In the simulator a block is a warp."""
+    if config.ENABLE_CUDASIM:
+
+        @cuda.jit(device=True)
+        def load_in_python(shared, at):
+            places = cuda.shared.array(32, np.int64)
+            lane = cuda.threadIdx.x
+            places[lane] = at
+            cuda.syncthreads()
+            row, column = 2 * (lane % 4), lane // 4
+            loaded = []
+            for tile in range(4):
+                keys = [np.asarray(shared[places[8 * tile + n] + column // 2]) for n in (row, row + 1)]
+                pair = np.array([key.reshape(1).view(np.uint16)[column % 2] for key in keys])
+                loaded.append(pair.view(np.float32)[0])
+            cuda.syncthreads()
+            return tuple(loaded)
+
+        return load_in_python
+
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+    from numba.cuda.np.arrayobj import make_array
+
+    four = types.UniTuple(types.float32, 4)
+
+    @intrinsic
+    def load(context, shared, at):
+        def codegen(context, builder, signature, arguments):
+            word, real = ir.IntType(32), ir.FloatType()
+            array = make_array(signature.args[0])(context, builder, arguments[0])
+            place = builder.gep(array.data, [arguments[1]])
+            place = builder.ptrtoint(builder.addrspacecast(place, real.as_pointer(3)), word)
+            function = ir.FunctionType(ir.LiteralStructType([word] * 4), [word])
+            code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
+            asm = ir.InlineAsm(function, code, "=r,=r,=r,=r,r,~{memory}", side_effect=True)
+            loaded = builder.call(asm, [place])
+            numbers = [builder.bitcast(builder.extract_value(loaded, n), real) for n in range(4)]
+            return context.make_tuple(builder, four, numbers)
+
+        return four(shared, at), codegen
+
+    return load
+
+
+#: A warp's products in PTX.
+TILES = {"tf32": "m16n8k8.row.col.f32.tf32.tf32", "float16": "m16n8k16.row.col.f32.f16.f16"}
+TILES["bfloat16"] = TILES["float16"].replace("f16", "bf16")
+
+
+@cache
+def multiply_tile(kind: str) -> Any:
+    """``multiply(sums, a0, a1, a2, a3, b0, b1)``: a warp's tile of sums with products added, `mma` of PTX,
+    which says which number each argument is. kind: TF32, or the type of pairs that take the place of numbers.
+    In the simulator a block is a warp."""
     if config.ENABLE_CUDASIM:
 
         @cuda.jit(device=True)
         def multiply_in_python(sums, *numbers):
             given = cuda.shared.array((32, 6), np.float32)
             lane = cuda.threadIdx.x
-            for n, x in enumerate(numbers):  # whose lower 13 bits are not looked at
-                given[lane, n] = np.uint32(int(np.float32(x).view(np.uint32)) & 0xFFFFE000).view(np.float32)
+            for n, x in enumerate(numbers):
+                given[lane, n] = x
             cuda.syncthreads()
             y, x = lane // 4, lane % 4
             new = []
@@ -248,7 +336,8 @@ def multiply_tile() -> Any:
                 row, column, one = y, 2 * x + n % 2, float(so_far)
                 for k in range(8):
                     left = given[4 * row + k % 4, 2 * (k // 4) + n // 2]
-                    one += float(left) * float(given[4 * column + k % 4, 4 + k // 4])
+                    right = given[4 * column + k % 4, 4 + k // 4]
+                    one += np.dot(_multiplied(kind, left), _multiplied(kind, right))
                 rounded = np.float32(one)
                 is_larger = abs(one) < abs(rounded) < math.inf  # sums are truncated
                 new.append(np.nextafter(rounded, np.float32(0)) if is_larger else rounded)
@@ -260,26 +349,36 @@ def multiply_tile() -> Any:
     from numba.cuda import types
     from numba.cuda.extending import intrinsic
 
-    four = types.UniTuple(types.float32, 4)
+    four, tile = types.UniTuple(types.float32, 4), TILES[kind]
 
     @intrinsic
     def multiply(context, sums, a0, a1, a2, a3, b0, b1):
         def codegen(context, builder, signature, arguments):
             word, real = ir.IntType(32), ir.FloatType()
-            kind = ir.FunctionType(ir.LiteralStructType([real] * 4), [word] * 6 + [real] * 4)
+            function = ir.FunctionType(ir.LiteralStructType([real] * 4), [word] * 6 + [real] * 4)
             code = (
-                "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                f"mma.sync.aligned.{tile}.f32 "
                 "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
             )
             constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
             numbers = [builder.bitcast(x, word) for x in arguments[1:]]
             so_far = [builder.extract_value(arguments[0], n) for n in range(4)]
-            made = builder.call(ir.InlineAsm(kind, code, constraints), numbers + so_far)
+            made = builder.call(ir.InlineAsm(function, code, constraints), numbers + so_far)
             return context.make_tuple(builder, four, [builder.extract_value(made, n) for n in range(4)])
 
         return four(four, *[types.float32] * 6), codegen
 
     return multiply
+
+
+def _multiplied(kind: str, x: np.float32) -> np.ndarray:
+    """The numbers that an argument is to tensor cores, which of TF32 do not look at the lower 13 bits."""
+    bits = np.float32(x).view(np.uint32)
+    if kind == "tf32":
+        return np.array([bits & np.uint32(0xFFFFE000)]).view(np.float32).astype(np.float64)
+    if kind == "float16":
+        return np.array([bits]).view(np.float16).astype(np.float64)
+    return np.array([bits << np.uint32(16), bits & np.uint32(0xFFFF0000)]).view(np.float32).astype(np.float64)
 
 
 def _one_call(name: str, n_arguments: int) -> Any:

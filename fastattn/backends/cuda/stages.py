@@ -12,6 +12,7 @@ from numba import cuda
 from fastattn.backends.cuda import tensor, tiles
 from fastattn.backends.cuda.form import Form
 from fastattn.backends.cuda.intrinsics import U, larger, memory, power_of_two, read_as, write_as
+from fastattn.backends.cuda.pairs import pairs_of
 from fastattn.backends.cuda.tiles import element, layout
 
 
@@ -40,7 +41,7 @@ def score(form: Form) -> Any:
     `kernel.attend_kernel`. is_ahead: the first piece is fetched already.
     """
     shape, where = form.shape, layout(form.shape)
-    ROWS, KEYS, DEPTH, BUFFERS = shape.rows, shape.keys, shape.depth, shape.buffers
+    ROWS, KEYS, DEPTH, BUFFERS, UNIT = shape.rows, shape.keys, shape.depth, shape.buffers, form.unit
     TO_KEYS, HALF, ZERO, IS_TENSOR = where.to_keys, where.half, form.real(0), shape.is_tensor
     fetch_scores, put_scores = tiles.fetch_scores(form), tiles.put_scores(form)
     add_scores = tensor.add_scores(form) if IS_TENSOR else tiles.add_scores(form)
@@ -73,9 +74,9 @@ def score(form: Form) -> Any:
         if not IS_APART:
             cuda.syncthreads()
         is_odd = put(staged, shared, 0, thread.number)
-        half, column = 0, np.int32(DEPTH)
-        while column < head_dim + DEPTH:  # Numba counts a range twice, in four registers more
-            if column < head_dim:
+        half, column, n_columns = 0, np.int32(DEPTH), (head_dim + (UNIT - 1)) // UNIT
+        while column < n_columns + DEPTH:  # Numba counts a range twice, in four registers more
+            if column < n_columns:
                 fetch_scores(
                     q, k, lines, q_view[4], at_k, k_view[3], k_view[4], n_keys, column, head_dim,
                     thread.number, staged,
@@ -85,14 +86,14 @@ def score(form: Form) -> Any:
                 cuda.syncthreads()
             else:
                 half = 1 - half
-            if column < head_dim:
+            if column < n_columns:
                 is_odd |= put(staged, shared, half, thread.number)
             elif not IS_APART:
                 cuda.syncthreads()
             column = np.int32(column + DEPTH)
         if IS_TENSOR and is_odd:
             column = np.int32(0)
-            while column < head_dim:
+            while column < n_columns:
                 fetch_scores(
                     q, k, lines, q_view[4], at_k, k_view[3], k_view[4], n_keys, column, head_dim,
                     thread.number, staged,
@@ -180,10 +181,18 @@ def accumulate(form: Form) -> Any:
     Q_LINE, V_LINE, TO_VALUES, VALUES_HALF = where.q_line, where.v_line, where.to_values, where.values_half
     ROWS, COLUMNS, ZERO, ONE = shape.rows, shape.columns, form.real(0), form.real(1)
     THREADS_Q, THREADS_K = shape.threads_q, shape.threads_k
-    row_apart, apart = tiles.apart(ROW_VECTOR), tiles.apart(VECTOR)
+    row_apart, apart, PAIRS, PAIR = tiles.apart(ROW_VECTOR), tiles.apart(VECTOR), shape.pairs, shape.pair
+    first, second = pairs_of(PAIRS)[:2] if PAIRS else (None, None)
     fetch_values, put_values = tiles.fetch_values(form), tiles.put_values(form)
     put_weights = _put_weights(form)
     add_values = tiles.add_products(form, VALUE_KEYS, COLUMNS, V_LINE, VECTOR)
+
+    @cuda.jit(device=True)
+    def value(element, c):
+        """The number of the thread's c-th column: pairs are of two columns."""
+        if not PAIRS:
+            return element
+        return second(element) if c % 2 else first(element)
 
     @cuda.jit(device=True)
     def add_nonfinite_values(acc, own_rows, own_columns, shared):
@@ -193,13 +202,13 @@ def accumulate(form: Form) -> Any:
                 weight = shared[own_rows + U(j * Q_LINE) + row_apart(i, THREADS_Q)]
                 if weight != ZERO or math.copysign(ONE, weight) > ZERO:
                     for c in range(COLUMNS):
-                        x = shared[own_columns + U(j * V_LINE) + apart(c, THREADS_K)]
-                        acc[i, c] = cuda.fma(weight, x, acc[i, c])
+                        x = shared[own_columns + U(j * V_LINE) + apart(c, THREADS_K) // U(PAIR)]
+                        acc[i, c] = cuda.fma(weight, value(x, c), acc[i, c])
 
     @cuda.jit(device=True)
     def places(thread, j0, half):
         """Where a thread's weights and values of a piece begin."""
-        own_rows, own_columns = U(thread.y * ROW_VECTOR), U(thread.x * VECTOR)
+        own_rows, own_columns = U(thread.y * ROW_VECTOR), U(thread.x * (VECTOR // PAIR))
         return own_rows + U(j0 * Q_LINE), own_columns + U(TO_VALUES + half * VALUES_HALF)
 
     @cuda.jit(device=True)
@@ -231,7 +240,7 @@ def accumulate(form: Form) -> Any:
 
     if not IS_TENSOR:
         return accumulate
-    add_piece = tensor.add_values(form)
+    add_piece, NUM_THREADS = tensor.add_values(form), shape.num_threads
     put_without_odd = tiles.put_values(form, keeps_odd=False)
     put_odd = tiles.put_values(form, keeps_others=False)
 
@@ -250,15 +259,18 @@ def accumulate(form: Form) -> Any:
     ):  # fmt: skip
         is_odd = put(staged, shared, 0, thread.number)
         half, j0 = 0, np.int32(0)
-        while j0 < TILE_KEYS:
-            if j0 + VALUE_KEYS < TILE_KEYS:
+        tile_keys = np.int32(
+            cuda.blockDim.x * TILE_KEYS // NUM_THREADS
+        )  # not known to compilers, see `tensor`
+        while j0 < tile_keys:
+            if j0 + VALUE_KEYS < tile_keys:
                 fetch_values(
                     v, at_v + (j0 + VALUE_KEYS) * v_view[3], v_view[3], v_view[4], n_keys - (j0 + VALUE_KEYS),
                     block.column0, value_dim, thread.number, staged,
                 )  # fmt: skip
             add_piece(shared, U(TO_VALUES + half * VALUES_HALF), thread, s, acc)
             half = 1 - half
-            if j0 + VALUE_KEYS < TILE_KEYS:
+            if j0 + VALUE_KEYS < tile_keys:
                 is_odd |= put(staged, shared, half, thread.number)
             j0 = np.int32(j0 + VALUE_KEYS)
         if is_odd:

@@ -62,6 +62,16 @@ class View(NamedTuple):
             and self.address % (span * self.dtype.itemsize) == 0
         )
 
+    def in_pairs(self, is_packed: bool) -> View:
+        """Of an array in 16 bits: its `pairs` as elements if it is packed in spans of them, else its bits."""
+        if not is_packed:
+            return self._replace(dtype=np.dtype(np.uint16))
+        *outer, _ = (step // 2 for step in self.strides)
+        return self._replace(
+            size=self.size // 2, dtype=np.dtype(np.float32), start=self.start // 2,
+            shape=(*self.shape[:-1], self.shape[-1] // 2), strides=(*outer, 1),
+        )  # fmt: skip
+
     def with_axes(self, count: int) -> View:
         """With `count` more axes of length 1 in front."""
         return self._replace(shape=(1,) * count + self.shape, strides=(0,) * count + self.strides)

@@ -20,7 +20,8 @@ import numpy as np
 from numba import config, cuda
 
 from fastattn.backends.cuda.form import Form, Shape
-from fastattn.backends.cuda.intrinsics import U, read_as, vector_fetch
+from fastattn.backends.cuda.intrinsics import U, read_as, same_bits, vector_fetch
+from fastattn.backends.cuda.pairs import pairs_of
 
 #: Threads that exchange registers. In the simulator none do: they use shared memory.
 LANES = 1 if config.ENABLE_CUDASIM else 32
@@ -47,7 +48,7 @@ def layout(shape: Shape) -> Layout:
     half = to_keys + shape.depth * k_line
     if shape.is_tensor:  # rows of queries and keys, which a warp reads without conflicts
         to_keys = shape.depth * shape.tile_q
-        half, v_line = to_keys + shape.depth * shape.tile_k, v_line + 4
+        half, v_line = to_keys + shape.depth * shape.tile_k, v_line // shape.pair + 4
     to_values = max(shape.buffers * half, shape.tile_k * q_line)
     to_values += -to_values % 4  # for loads of 16 bytes
     values_half = shape.value_keys * v_line
@@ -66,7 +67,7 @@ class Turns(NamedTuple):
 
 def turns(shape: Shape) -> Turns:
     """The turns for tiles of this shape. Queries alone may take a last turn with fewer threads."""
-    groups, column_groups = shape.depth // shape.span, shape.tile_columns // shape.span
+    groups, column_groups = shape.depth // shape.span, shape.tile_columns // shape.pair // shape.span
     return Turns(
         -(-shape.tile_q * groups // shape.num_threads),
         shape.tile_k * groups // shape.num_threads,
@@ -115,10 +116,12 @@ def apart(VECTOR: int) -> Any:
 def fetch(form: Form, stored: str) -> Any:
     """Fetches `span` elements of an array, from element `at` on and `step` apart, into staged[to] and on.
 
-    Those past the first `count` are 0. stored: the dtype of the array in memory.
+    Those past the first `count` are 0. stored: the dtype of the array in memory, of the numbers of pairs that
+    of their bits.
     """
-    SPAN, IS_PACKED, ZERO = form.shape.span, form.is_packed, form.real(0)
+    SPAN, UNIT, IS_PACKED, ZERO = form.shape.span, form.unit, form.is_packed, form.real(0)
     fetch_vector, read = vector_fetch(SPAN, form.dtype, stored), read_as(form.dtype, stored)
+    pair_of = same_bits("uint32", "float32")
 
     @cuda.jit(device=True)
     def fetch(array, at, step, count, staged, to):
@@ -128,6 +131,13 @@ def fetch(form: Form, stored: str) -> Any:
             else:
                 for e in range(SPAN):
                     staged[to + e] = ZERO
+        elif UNIT == 2:
+            for e in range(SPAN):
+                bits = U(0)
+                for half in range(2):
+                    if 2 * e + half < count:
+                        bits |= U(array[U(at + (2 * e + half) * step)]) << U(16 * half)
+                staged[to + e] = pair_of(np.uint32(bits))
         else:
             for e in range(SPAN):
                 x = ZERO
@@ -139,13 +149,15 @@ def fetch(form: Form, stored: str) -> Any:
 
 
 def fetch_scores(form: Form) -> Any:
-    """Fetches `depth` columns of queries and keys, from `column` on.
+    """Fetches `depth` columns of queries and keys, from `column` on. head_dim counts elements in memory.
 
     The rows of queries begin at `lines`, the first of n_keys keys at k_at. There are k_row elements from one
     key to the next, q_step and k_step from one column to the next.
     """
     shape, fetch_queries, fetch_keys = form.shape, fetch(form, form.stored.q), fetch(form, form.stored.k)
-    TILE_ROWS, SPAN, IS_EVEN, IS_PACKED = shape.tile_q, shape.span, form.is_even, form.is_packed
+    TILE_ROWS, SPAN, UNIT, IS_EVEN, IS_PACKED = (
+        shape.tile_q, shape.span, form.unit, form.is_even, form.is_packed,
+    )  # fmt: skip
     GROUPS, LINES = shape.depth // SPAN, shape.num_threads * SPAN // shape.depth  # per turn
     Q_TURNS, K_TURNS, _ = turns(shape)
 
@@ -153,8 +165,8 @@ def fetch_scores(form: Form) -> Any:
     def fetch_scores(q, k, lines, q_step, k_at, k_row, k_step, n_keys, column, head_dim, thread, staged):
         if IS_PACKED:
             q_step, k_step = 1, 1
-        first, at = np.int64(U(thread) // U(GROUPS)), column + np.int64(U(thread) % U(GROUPS)) * SPAN
-        left, keys_left = SPAN if IS_EVEN else head_dim - at, np.int32(n_keys - first)
+        first, at = np.int64(U(thread) // U(GROUPS)), (column + np.int64(U(thread) % U(GROUPS)) * SPAN) * UNIT
+        left, keys_left = SPAN * UNIT if IS_EVEN else head_dim - at, np.int32(n_keys - first)
         for turn in range(Q_TURNS):
             row = first + turn * LINES
             if TILE_ROWS % LINES == 0 or row < TILE_ROWS:
@@ -169,54 +181,103 @@ def fetch_scores(form: Form) -> Any:
 
 def put_scores(form: Form, keeps_odd: bool = True) -> Any:
     """Puts what `fetch_scores` fetched into a half of its place in shared memory, transposed; where tensor
-    cores multiply, as it is. 1 if any of it is odd, see `find_odd`, else 0, which only those use. Unless
-    keeps_odd, 0 is put in the place of those that are."""
-    shape, find, ZERO = form.shape, find_odd(form), form.real(0)
-    TILE_ROWS, SPAN, DEPTH = shape.tile_q, shape.span, shape.depth
+    cores multiply, keys as they are, and two rows of queries that a thread has as one, a number of each in
+    turn. 1 if any of it is odd, see `find_odd`, else 0, which only those use. Unless keeps_odd, 0 is put in
+    the place of those that are."""
+    shape, keep_others = form.shape, keep(form, False)
+    TILE_ROWS, SPAN, DEPTH, IS_TENSOR = shape.tile_q, shape.span, shape.depth, shape.is_tensor
     GROUPS, LINES = shape.depth // SPAN, shape.num_threads * SPAN // shape.depth
     Q_TURNS, K_TURNS, _ = turns(shape)
     where = layout(shape)
-    TO_KEYS, HALF, COUNT = where.to_keys, where.half, (Q_TURNS + K_TURNS) * SPAN
-    # How far rows and columns are apart.
-    Q_ROW, Q_COLUMN = (DEPTH, 1) if shape.is_tensor else (1, where.q_line)
-    K_ROW, K_COLUMN = (DEPTH, 1) if shape.is_tensor else (1, where.k_line)
+    TO_KEYS, HALF, COUNT, Q_LINE = where.to_keys, where.half, (Q_TURNS + K_TURNS) * SPAN, where.q_line
+    K_ROW, K_COLUMN = (DEPTH, 1) if IS_TENSOR else (1, where.k_line)  # how far they are apart
+    find = has_odd(form, COUNT)
 
     @cuda.jit(device=True)
-    def put_scores(staged, shared, half, thread):
-        if not keeps_odd:
-            for e in range(COUNT):
-                staged[e] = staged[e] if find(staged[e], ZERO) == ZERO else ZERO
-        first, column = U(thread) // U(GROUPS), U(thread) % U(GROUPS) * U(SPAN)
-        to_queries = U(half * HALF) + column * U(Q_COLUMN) + first * U(Q_ROW)
+    def put_queries(staged, shared, to, first, column):
+        to += column * U(Q_LINE) + first
         for turn in range(Q_TURNS):
             if TILE_ROWS % LINES == 0 or first + U(turn * LINES) < U(TILE_ROWS):
                 for e in range(SPAN):
-                    at = to_queries + U(e * Q_COLUMN + turn * LINES * Q_ROW)
-                    shared[at] = staged[turn * SPAN + e]
+                    shared[to + U(e * Q_LINE + turn * LINES)] = staged[turn * SPAN + e]
+
+    @cuda.jit(device=True)
+    def put_rows_of_queries(staged, shared, to, first, column):
+        to += (first * U(DEPTH) + column) * U(2)
+        for turn in range(0, Q_TURNS, 2):
+            for e in range(SPAN):
+                for row in range(2):
+                    at = to + U(turn * LINES * DEPTH + 2 * e + row)
+                    shared[at] = staged[(turn + row) * SPAN + e]
+
+    put_all_queries = put_rows_of_queries if IS_TENSOR else put_queries
+
+    @cuda.jit(device=True)
+    def put_scores(staged, shared, half, thread):
+        is_odd = find(staged)
+        if not keeps_odd:
+            for e in range(COUNT):
+                staged[e] = keep_others(staged[e])
+        first, column = U(thread) // U(GROUPS), U(thread) % U(GROUPS) * U(SPAN)
+        put_all_queries(staged, shared, U(half * HALF), first, column)
         to_keys = U(half * HALF + TO_KEYS) + column * U(K_COLUMN) + first * U(K_ROW)
         for turn in range(K_TURNS):
             for e in range(SPAN):
                 at = to_keys + U(e * K_COLUMN + turn * LINES * K_ROW)
                 shared[at] = staged[(Q_TURNS + turn) * SPAN + e]
-        zeros = ZERO  # or NaN
-        for e in range(COUNT):
-            zeros = find(staged[e], zeros)
-        return np.int32(zeros != ZERO)
+        return is_odd
 
     return put_scores
 
 
 @cache
 def find_odd(form: Form) -> Any:
-    """``find_odd(x, zeros)``: `zeros`, or NaN where x is odd: nonfinite or, where tensor cores multiply, so
-    large that TF32 may be."""
-    ZERO, FOUR, IS_TENSOR = form.real(0), form.real(4), form.shape.is_tensor
+    """``find_odd(x, zeros)``: `zeros`, or NaN where x is odd: nonfinite or, where tensor cores multiply TF32,
+    so large that it may be that."""
+    ZERO, FOUR, IS_TF32 = form.real(0), form.real(4), form.shape.is_tensor and not form.shape.pairs
 
     @cuda.jit(device=True)
     def find_odd(x, zeros):
-        return cuda.fma(x * FOUR if IS_TENSOR else x, ZERO, zeros)
+        return cuda.fma(x * FOUR if IS_TF32 else x, ZERO, zeros)
 
     return find_odd
+
+
+@cache
+def has_odd(form: Form, COUNT: int) -> Any:
+    """``has_odd(staged)``: 1 if any number of the first COUNT elements is odd, see `find_odd`, else 0."""
+    if form.shape.pairs:
+        return pairs_of(form.shape.pairs, COUNT).has_odd
+    find, ZERO = find_odd(form), form.real(0)
+
+    @cuda.jit(device=True)
+    def has_odd(staged):
+        zeros = ZERO  # or NaN
+        for e in range(COUNT):
+            zeros = find(staged[e], zeros)
+        return np.int32(zeros != ZERO)
+
+    return has_odd
+
+
+@cache
+def keep(form: Form, odd: bool) -> Any:
+    """``keep(element)``: 0 in the place of the numbers that are odd, or, if those are kept, of the others."""
+    if form.shape.pairs:
+        keep_of_pair = pairs_of(form.shape.pairs).keep
+
+        @cuda.jit(device=True)
+        def keep_in_pair(pair):
+            return keep_of_pair(pair, odd)
+
+        return keep_in_pair
+    find, ZERO = find_odd(form), form.real(0)
+
+    @cuda.jit(device=True)
+    def keep(x):
+        return x if (find(x, ZERO) != ZERO) == odd else ZERO
+
+    return keep
 
 
 @cache
@@ -227,16 +288,18 @@ def fetch_values(form: Form) -> Any:
     one key to the next, v_step from one column to the next.
     """
     shape, fetch_span = form.shape, fetch(form, form.stored.v)
-    SPAN, IS_EVEN, IS_PACKED = shape.span, form.is_even, form.is_packed
-    GROUPS, LINES = shape.tile_columns // SPAN, shape.num_threads * SPAN // shape.tile_columns
-    V_TURNS = turns(shape).values
+    SPAN, UNIT, IS_EVEN, IS_PACKED = shape.span, form.unit, form.is_even, form.is_packed
+    GROUPS, V_TURNS = shape.tile_columns // shape.pair // SPAN, turns(shape).values
+    LINES, NUMBERS = shape.num_threads // GROUPS, shape.pair // UNIT  # of an element in memory
 
     @cuda.jit(device=True)
     def fetch_values(v, v_at, v_row, v_step, n_keys, column0, value_dim, thread, staged):
         if IS_PACKED:
             v_step = 1
-        first, column = np.int64(U(thread) // U(GROUPS)), np.int64(U(thread) % U(GROUPS)) * SPAN + column0
-        left, keys_left = SPAN if IS_EVEN else value_dim - column, np.int32(n_keys - first)
+        first, column = np.int64(U(thread) // U(GROUPS)), np.int64(U(thread) % U(GROUPS)) * (SPAN * UNIT)
+        column += column0 // NUMBERS
+        left = SPAN * UNIT if IS_EVEN else value_dim // NUMBERS - column
+        keys_left = np.int32(n_keys - first)
         v_at += first * v_row + column * v_step
         for turn in range(V_TURNS):
             count = left if np.int32(turn * LINES) < keys_left else 0
@@ -248,25 +311,22 @@ def fetch_values(form: Form) -> Any:
 def put_values(form: Form, keeps_odd: bool = True, keeps_others: bool = True) -> Any:
     """Puts what `fetch_values` fetched into a half of its place in shared memory; 1 if any of it is odd, see
     `find_odd`, else 0. 0 is put in the place of those that are not kept."""
-    shape, where, find = form.shape, layout(form.shape), find_odd(form)
+    shape, where = form.shape, layout(form.shape)
     SPAN, V_TURNS, LINE = shape.span, turns(shape).values, where.v_line
-    GROUPS, LINES = shape.tile_columns // SPAN, shape.num_threads * SPAN // shape.tile_columns
-    TO_VALUES, VALUES_HALF = where.to_values, where.values_half
-    ZERO, KEEPS_ALL = form.real(0), keeps_odd and keeps_others
+    GROUPS, COUNT = shape.tile_columns // shape.pair // SPAN, V_TURNS * SPAN
+    LINES, TO_VALUES, VALUES_HALF = shape.num_threads // GROUPS, where.to_values, where.values_half
+    KEEPS_ALL, find, keep_some = keeps_odd and keeps_others, has_odd(form, COUNT), keep(form, keeps_odd)
 
     @cuda.jit(device=True)
     def put_values(staged, shared, half, thread):
         first, column = U(thread) // U(GROUPS), U(thread) % U(GROUPS) * U(SPAN)
         at = U(TO_VALUES + half * VALUES_HALF) + first * U(LINE) + column
-        zeros = ZERO  # or NaN
+        is_odd = find(staged)
         for turn in range(V_TURNS):
             for e in range(SPAN):
                 x = staged[turn * SPAN + e]
-                zeros = find(x, zeros)
-                if not KEEPS_ALL and (find(x, ZERO) != ZERO) != keeps_odd:
-                    x = ZERO
-                shared[at + U(turn * LINES * LINE + e)] = x
-        return np.int32(zeros != ZERO)
+                shared[at + U(turn * LINES * LINE + e)] = x if KEEPS_ALL else keep_some(x)
+        return is_odd
 
     return put_values
 

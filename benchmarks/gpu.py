@@ -55,7 +55,7 @@ TWELVE: dict[str, tuple[tuple[int, ...], str, dict[str, Any]]] = {
     "plain-small": ((1, 1, 4, 4, 8), "float32", {}),
     "plain": ((2, 2, 100, 130, 64), "float32", {}),
     "causal": ((2, 2, 200, 200, 64), "float32", {"causal": True}),
-    "window": ((2, 2, 300, 300, 64), "float32", {"window": (40, 3)}),
+    "bfloat16": ((2, 2, 300, 300, 64), "bfloat16", {"window": (40, 3)}),
     "mask": ((2, 2, 150, 300, 64), "float32", {"mask": True}),
     "bias": ((2, 2, 150, 300, 64), "float32", {"bias": True}),
     "weights": ((2, 2, 140, 150, 40), "float32", {"causal": "bottom_right", "return_weights": True}),
@@ -67,7 +67,7 @@ TWELVE: dict[str, tuple[tuple[int, ...], str, dict[str, Any]]] = {
 }
 
 #: A case of every kind of kernel: under the sanitizer each access is looked at.
-SANITIZED = ("tests/cuda/test_real_sizes.py", "-k", "sanitized and float32")
+SANITIZED = ("tests/cuda/test_real_sizes.py", "-k", "sanitized and (float32 or bfloat16)")
 
 #: What the project wants to know first; all cases take twice as long.
 CASES = ("gpu-4096-64", "gpu-4096-64-causal", "gpu-4096-128", "gpu-4096-128-causal", "gpu-decode",
@@ -168,20 +168,25 @@ def one(name: str) -> None:
     """Print the largest errors of a case; exit status 1 where one is too large."""
     sizes, dtype, options = TWELVE[name]
     heads, kv_heads, len_q, len_k, dim = (min(n, 8) for n in sizes) if SIMULATED else sizes
+    if dtype == "bfloat16":
+        import_module("ml_dtypes")  # which names it
     rng = np.random.default_rng(0)
     shapes = ((heads, len_q, dim), *((kv_heads, len_k, dim),) * 2, (heads, len_q, len_k))
     query, key, value, bias = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
     given = {"bias": bias, "mask": bias > 0}
     options = {"return_lse": True, **options}
     options |= {option: array for option, array in given.items() if options.get(option) is True}
+    if query.itemsize == 2:
+        options["out"] = np.empty(query.shape, np.float32)  # not rounded
     results = fastattn.attention(query, key, value, backend="cuda", **options)
     wide = [array.astype(np.float64) for array in (query, key, value)]
+    options.pop("out", None)
     answers = fastattn.attention(*wide, backend="reference", **options)
     is_right = True
     for kind, result, answer in zip(("out", "lse", "weights"), results, answers, strict=False):
         error = float(np.abs(result - answer).max())
         largest = np.abs(value if kind == "out" else answer).max()
-        allowed = TOLERANCE_EPS * np.finfo(dtype).eps * max(1.0, float(largest))
+        allowed = TOLERANCE_EPS * np.finfo(result.dtype).eps * max(1.0, float(largest))
         is_right &= error <= allowed
         print(f"{kind} {error:.2g} (at most {allowed:.2g})", end="  ")
     sys.exit(not is_right)

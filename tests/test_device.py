@@ -255,11 +255,16 @@ def test_shapes_fit():
         assert_fits(shape, 4)
 
 
-def test_shapes_that_are_tried_fit():
+def test_shapes_that_are_tried_fit(monkeypatch):
     pytest.importorskip("numba")
     pytest.importorskip("torch")
     from benchmarks import gpu_shapes
+    from fastattn.backends.cuda import form
 
+    monkeypatch.setitem(form.PAIR_SHAPES, 64, form.PAIR_SHAPES[64])  # as it is again after this
+    tried = gpu_shapes.shapes("float16", 64)
+    gpu_shapes.use("bfloat16", 64, form.PAIR_SHAPES[64]._replace(threads_q=64))
+    assert gpu_shapes.shapes("float16", 64) == tried
     for dtype, columns in gpu_shapes.CANDIDATES:
         for shape in gpu_shapes.shapes(dtype, columns).values():
             assert_fits(shape._replace(pairs="" if dtype == "float32" else dtype), 4)

@@ -41,6 +41,7 @@ CASES = [
     Case("window", heads=2, len_q=300, len_k=300, head_dim=64, options=options(window=(40, 3))),
     Case("gqa", lead=(2,), heads=8, kv_heads=2, len_q=40, len_k=100, head_dim=64,
          options=options(causal="bottom_right")),
+    Case("bias_wide", heads=1, len_q=70, len_k=150, head_dim=128, bias=(70, 150)),
     Case("bias_half", heads=2, len_q=100, len_k=150, head_dim=64, bias=(2, 1, 150), bias_dtype="float16"),
 ]  # fmt: skip
 
@@ -58,8 +59,13 @@ def test_storage(engine, case, storage):
     """In 16 bits; the result not rounded to them."""
     arrays = stored(case.arrays(), [storage] * 3)
     out, keywords = np.empty((*arrays[0].shape[:-1], arrays[2].shape[-1]), np.float32), case.keywords()
-    _, lse = engine.attention(*arrays, **keywords, out=out, return_lse=True)
+    _, lse, weights = engine.everything(*arrays, **keywords, out=out)
     assert_attention((out, lse), *upcast(arrays), **keywords)
+    exact = fastattn.attention(
+        *upcast(arrays, np.float64), **keywords, backend="reference", return_weights=True
+    )[1]
+    half_ulp = 2.0**-8 if storage == "bfloat16" else 2.0**-11
+    np.testing.assert_allclose(weights.astype(np.float64), exact, rtol=half_ulp + 1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("length", [100, 300])
@@ -102,23 +108,30 @@ def test_odd_numbers_that_are_not_read_change_no_bit(engine, dtype, odd):
         assert_same_bits(one[:, :70], other[:, :70])
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # in float16 the largest is infinite
 @pytest.mark.parametrize("odd", [np.nan, -np.inf, 2.0**127])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_odd_numbers(engine, which, odd):
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_odd_numbers(engine, which, odd, dtype):
     """They reach the rows that read them, and no other."""
-    arrays = Case("odd", heads=2, len_q=140, len_k=150, head_dim=64).as_dtype("float32").arrays()
+    arrays = stored(Case("odd", heads=2, len_q=140, len_k=150, head_dim=64).arrays(), [dtype] * 3)
     arrays[which][..., 77, 3] = odd
-    if which < 2 and np.isfinite(odd):  # scores of some size
-        arrays[1 - which][:] *= np.float32(1e-38)
+    if which < 2 and np.isfinite(odd) and dtype != "float16":  # scores of some size
+        arrays[1 - which][:] *= np.asarray(1e-38, dtype)
     wide = [array.astype(np.float64) for array in arrays]
+    out = np.empty(arrays[0].shape, np.float32)
     with np.errstate(all="ignore"):
         expected = fastattn.attention(*wide, causal="top_left", backend="reference")
-    np.testing.assert_allclose(engine.attention(*arrays, causal="top_left"), expected, rtol=2e-5, atol=2e-6)
+        engine.attention(*arrays, causal="top_left", out=out)
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
 
 
-def test_same_bits_on_every_launch(engine, library):
-    """No race between threads shows; nor does it depend on the other items."""
-    arrays = Case("again", lead=(3,), heads=4, len_q=200, len_k=500, head_dim=64).arrays()
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_same_bits_on_every_launch(engine, library, dtype, head_dim):
+    """No race between threads shows; nor does it depend on the other items, or on where rows lie."""
+    case = Case("again", lead=(3,), heads=4, len_q=200, len_k=500, head_dim=head_dim)
+    arrays = stored(case.arrays(), [dtype] * 3)
     on_gpu = [library.put(x) for x in arrays]
     first = library.get(fastattn.attention(*on_gpu, causal="bottom_right"))
     for _ in range(20):

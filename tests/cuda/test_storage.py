@@ -1,4 +1,4 @@
-"""16-bit storage: float16 and bfloat16 are read and written, and nothing is computed in them.
+"""16-bit storage without tensor cores: float16 and bfloat16 are read and written, not computed with.
 
 Every result is that of the same call on upcast arrays, rounded once: where the result is not in 16 bits, its
 bits are the same.

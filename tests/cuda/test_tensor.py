@@ -12,6 +12,7 @@ from fastattn.backends.cuda import form
 from fastattn.backends.cuda.pairs import FACTORS, PARTS, pairs_of, split_weights
 from fastattn.masks import Mask
 from tests.cases import Case, random_arrays, solve, stored, upcast
+from tests.conftest import Engine
 from tests.cuda.libraries import SIMULATED
 from tests.cuda.test_storage import assert_rounded_once, options_of
 from tests.fake_gpu import FakeArray
@@ -74,6 +75,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
 SIZES = {"heads": 2, "kv_heads": 1, "len_q": 5, "len_k": 35, "head_dim": 8, "value_dim": 8}
 WIDE = {"heads": 1, "len_q": 5, "len_k": 18, "head_dim": 40, "value_dim": 56}
+WHOLE_TILES = {"heads": 1, "len_q": 5, "len_k": 18, "head_dim": 32, "value_dim": 32}
 NOT_WHOLE_SPANS = {"heads": 1, "len_q": 5, "len_k": 18, "head_dim": 37, "value_dim": 35}
 
 
@@ -99,10 +101,14 @@ def forms(monkeypatch):
         (WIDE, "causal", FLOAT16),
         (NOT_WHOLE_SPANS, "causal", FLOAT16),
         (NOT_WHOLE_SPANS, "plain", BFLOAT16),
+        (WHOLE_TILES, "plain", FLOAT16),
     ],
 )
-def test_storage(engine, forms, sizes, name, storage):
+def test_storage(engine, forms, monkeypatch, sizes, name, storage):
     """Results are as exact as those of float32 arrays, and rounded once."""
+    if sizes is WHOLE_TILES:  # of values, too, as a GPU's for 64 columns
+        shape = form.SIMULATED_PAIR_SHAPE
+        monkeypatch.setattr(form, "SIMULATED_PAIR_SHAPE", shape._replace(value_keys=shape.tile_k))
     arrays = stored(random_arrays(**sizes), [storage] * 3)
     options, wide = options_of(name, arrays, storage)
     unrounded = np.empty((*arrays[0].shape[:-1], arrays[2].shape[-1]), np.float32)
@@ -112,8 +118,12 @@ def test_storage(engine, forms, sizes, name, storage):
     if isinstance(mask := wide.get("mask"), Mask):
         wide["mask"] = mask.materialize(*weights.shape[-3:])
     assert_attention((unrounded, lse), *upcast(arrays), **wide)
-    assert {form.shape.pairs for form in forms} == {str(storage)}
-    assert {form.is_packed for form in forms} == {sizes is not NOT_WHOLE_SPANS}
+    *_, exact = Engine("reference").everything(*upcast(arrays, np.float64), **wide)
+    half_ulp = 2.0**-8 if storage == BFLOAT16 else 2.0**-11
+    np.testing.assert_allclose(weights.astype(np.float64), exact, rtol=half_ulp + 1e-5, atol=1e-7)
+    assert {each.shape.pairs for each in forms} == {str(storage)}
+    assert {each.is_packed for each in forms} == {sizes is not NOT_WHOLE_SPANS}
+    assert {each.is_even for each in forms} == {sizes is WHOLE_TILES}
 
 
 def odd_address(array):

@@ -117,7 +117,7 @@ TENSOR_SHAPES = {
     128: Shape(2, 16, 32, 32, 4, 16, 8, 4, 2, 1, 8, 2, True, 4),
 }
 
-# Of pairs: `depth` and `span` are of as many bytes as of TF32, and twice as many columns. For float16 with 64
+# `depth` and `span` count pairs: as many bytes as of TF32, twice as many columns. For float16 with 64
 # columns ptxas puts the products of a sum one behind the other where a tile has several pieces of values.
 PAIR_SHAPES = {
     64: TENSOR_SHAPES[64]._replace(value_keys=64, column_vector=2),

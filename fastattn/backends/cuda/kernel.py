@@ -33,9 +33,10 @@ def attend_kernel(form: Form, score_mod: Any = None, mask_mod: Any = None) -> An
     lse, row_max, row_sum. Each is a view, the address of its first element and its strides in elements, or
     empty where this specialisation has none. band: how many keys on the left and on the right of its own a
     query may attend to, and 1 where the last query is aligned with the last key, else 0. intervals: the views
-    of starts and stops, ``(B, L)``. sizes: B, H, K, L, S, D, E. cut: query tiles, tiles of
-    the value's columns, keys of a split, and the functions' number of the first item. aux: what the functions
-    read. scale: times log2(e) unless the scores are natural. Other dtypes are converted as they are read.
+    of starts and stops, ``(B, L)``. sizes: B, H, K, L, S, D, E; where q, k and v hold pairs, D is of
+    pairs. cut: query tiles, tiles of the value's columns, keys of a split, and the functions' number of the
+    first item. aux: what the functions read. scale: times log2(e) unless the scores are natural. Other dtypes
+    are converted as they are read.
 
     There is a block of threads for each query tile, tile of columns, key/value head, split and batch item.
     row_max and row_sum, contiguous, receive the maxima that weights are relative to, and the sums of weights.

@@ -1,4 +1,4 @@
-"""Pairs of numbers in 16 bits, which tensor cores multiply twice as many of at a time as of TF32.
+"""Pairs of numbers in 16 bits: tensor cores multiply twice as many of these at a time as of TF32.
 
 A pair is two columns of a row as they lie in memory, the first in the lower bits of a float32. Kernels fetch,
 keep and multiply pairs as if they were single numbers, of which a row has half as many.
@@ -19,7 +19,7 @@ from fastattn.backends.cuda.intrinsics import U, round_pair, same_bits
 EXPONENTS = {"float16": (0x7C007C00, 0x04000400), "bfloat16": (0x7F807F80, 0x00800080)}
 CARRIES = U(0x80008000)
 
-#: Of how many numbers of a type a float32 is the sum, but for 2^-23 of it.
+#: Of how many numbers of a type a weight is the sum, but for 2^-23 of it, or 2^-40 of the largest weight.
 PARTS = {"float16": 2, "bfloat16": 3}
 
 #: float16 has no numbers below 2^-24: of weights times this, what is lost is below 2^-40 of the largest one.

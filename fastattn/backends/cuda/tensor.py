@@ -2,7 +2,7 @@
 
 x = high + low, each of 11 bits: three products are a float32 one but for 2^-22 of it. Numbers in 16 bits have
 no low part. Where all are of one 16-bit type, a pair takes the place of a number, and a weight is a sum of
-two or three numbers of that type. Tensor cores truncate their sums. So each piece, 8 to 32 numbers long, is
+two or three numbers of that type. Tensor cores truncate their sums. So each piece, 8 to 64 numbers long, is
 summed from zero, its small products first, and added to a thread's sums by a rounded addition.
 
 A warp multiplies a tile of 16 rows by one of 8 columns, 8 numbers or pairs of each at a time. Its thread (y,
@@ -71,7 +71,7 @@ def split(parts: int) -> Any:
 
 
 def parts_of(form: Form, stored: str) -> int:
-    """How many parts have numbers of an array of this dtype, or the weights."""
+    """How many parts a number of an array of this dtype has, or a weight."""
     if not form.shape.pairs:
         return 1 if stored in PARTS else 2
     return PARTS[form.shape.pairs] if stored == WEIGHTS else 1

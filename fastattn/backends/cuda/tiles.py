@@ -46,7 +46,7 @@ def layout(shape: Shape) -> Layout:
     q_line, k_line, v_line = shape.tile_q + shape.row_vector, shape.tile_k + shape.vector, shape.tile_columns
     to_keys = shape.depth * q_line
     half = to_keys + shape.depth * k_line
-    if shape.is_tensor:  # rows of queries and keys, which a warp reads without conflicts
+    if shape.is_tensor:  # rows of queries and keys; half of the banks are enough for a load of queries
         to_keys = shape.depth * shape.tile_q
         half, v_line = to_keys + shape.depth * shape.tile_k, v_line // shape.pair + 4
     to_values = max(shape.buffers * half, shape.tile_k * q_line)

@@ -5,8 +5,8 @@ PyPI's packages. The table has registers, bytes of stack and of shared memory, b
 
 - full: instructions that a warp issues for a tile of keys that no mask touches;
 - fma: the share of the products' multiply-adds in them, which bounds the share of the peak; of tensor cores,
-  from sm_80 on in float32, that of their products, each of which keeps them busy for about six clocks of the
-  processor (H200, `mma.sync` of TF32);
+  from sm_80 on in float32 and 16 bits, that of their products: each of TF32 keeps them busy for about six
+  clocks of the processor (H200, `mma.sync`);
 - spills: loads and stores of the stack among them;
 - partial: instructions for a tile that masks cut;
 - TB/s: keys and values per second where accesses to shared memory are the limit, at 132 x 1.755 GHz.

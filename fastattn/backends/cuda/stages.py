@@ -259,9 +259,8 @@ def accumulate(form: Form) -> Any:
     ):  # fmt: skip
         is_odd = put(staged, shared, 0, thread.number)
         half, j0 = 0, np.int32(0)
-        tile_keys = np.int32(
-            cuda.blockDim.x * TILE_KEYS // NUM_THREADS
-        )  # not known to compilers, see `tensor`
+        # Not known to compilers, which would write the loop out: see `tensor.add_values`.
+        tile_keys = np.int32(cuda.blockDim.x * TILE_KEYS // NUM_THREADS)
         while j0 < tile_keys:
             if j0 + VALUE_KEYS < tile_keys:
                 fetch_values(

@@ -70,6 +70,7 @@ static const struct {
     {"load_row_real", test_load_row_real},
     {"load_row_int8", test_load_row_int8},
     {"store_row", test_store_row},
+    {"limit_row", test_limit_row},
     {"store_row_layouts", test_store_row_layouts},
     {"rows_of_each_storage", test_rows_of_each_storage},
     {"rope", test_rope},

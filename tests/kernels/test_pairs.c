@@ -226,6 +226,38 @@ static void check_pair_weights(int n_keys, int vectors, int rising) {
     release();
 }
 
+/* `softmax` leaves what that of float32 and pair_weights leave. */
+static void check_softmax_pairs(int n_keys, int vectors, int rising) {
+    const ptrdiff_t ld = lanes * vectors, *const stops = key_stops(vectors, n_keys, rising);
+    const ptrdiff_t first_chunk = 2 * (1 + below(FASTATTN_KEY_CHUNK / 2));
+    const double factor = below(2) ? 1 : uniform(0.1, 2);
+    float *const s = tile(n_keys + 1, ld), *const other = tile(n_keys + 1, ld), *const top = filled(1, ld, -INFINITY);
+    float *rows[2][3];
+    for (int i = 0; i < 3; i++) rows[0][i] = filled(1, ld, i == 0 ? (float)uniform(-30, 30) : 1), rows[1][i] = tile(1, ld);
+    for (ptrdiff_t lane = 0; lane < ld; lane++) {
+        if (below(4) == 0) rows[0][0][lane] = -INFINITY;
+        for (ptrdiff_t j = 0; j < stops[lane / lanes]; j++) {
+            float *const x = s + j * ld + lane;
+            *x = below(9) ? (float)uniform(-150, 100) : -INFINITY;
+            if (*x > top[lane]) top[lane] = *x;
+        }
+    }
+    for (int i = 0; i < 3; i++) memcpy(rows[1][i], rows[0][i], (size_t)ld * 4);
+    memcpy(other, s, (size_t)((n_keys + 1) * ld) * 4);
+    kernels->softmax(other, top, rows[0][0], rows[0][1], rows[0][2], ld, stops, first_chunk, factor);
+    kernels->pairs->pair_weights(other, ld, stops);
+    kernels->pairs->softmax(s, top, rows[1][0], rows[1][1], rows[1][2], ld, stops, first_chunk, factor);
+    for (ptrdiff_t lane = 0; lane < ld; lane++) {
+        for (int i = 0; i < 3; i++)
+            CHECK(same(rows[1][i][lane], rows[0][i][lane]), "%d keys: number %d of lane %td is %a, not %a", n_keys, i, lane,
+                  (double)rows[1][i][lane], (double)rows[0][i][lane]);
+        for (ptrdiff_t j = 0; j < stops[lane / lanes]; j += 2)
+            CHECK(word_at(s + j / 2 * ld + lane) == word_at(other + j / 2 * ld + lane), "%d keys: pair %td of lane %td is %x, not %x",
+                  n_keys, j / 2, lane, word_at(s + j / 2 * ld + lane), word_at(other + j / 2 * ld + lane));
+    }
+    release();
+}
+
 /* Values of n_keys keys in bfloat16, with gaps between them or without. */
 static Matrix random_values(int n_keys, int value_dim) {
     const ptrdiff_t span = value_dim * 2 + (below(2) ? 0 : 2 * below(9));
@@ -306,6 +338,7 @@ static void check_accumulate_pairs(int n_keys, int value_dim, int vectors, int r
 static void test_weights_and_values(void) {
     for (int n_keys = 1; n_keys <= 140; n_keys++) {
         check_pair_weights(n_keys, 1 + below(kernels->max_vectors), n_keys % 2);
+        check_softmax_pairs(n_keys, 1 + below(kernels->max_vectors), n_keys % 2);
         check_pair_values(n_keys, 1 + below(200));
         check_accumulate_pairs(n_keys, 1 + below(100), 1 + below(kernels->max_vectors), n_keys % 3 == 0);
     }

@@ -191,6 +191,21 @@ static void test_store_row(void) {
     }
 }
 
+static void test_limit_row(void) {
+    const float most = 0x1.fep127f, edges[] = {0, most, 0x1.fe0002p127f, 0x1.fffffep127f, INFINITY, NAN};
+    for (int n = 1; size == 4 && n < 70; n++) {
+        float *const row = (float *)take(n * 4, 4, 0), *const before = (float *)take(n * 4, 4, 0);
+        for (int i = 0; i < n; i++) row[i] = (below(2) ? edges[below(COUNT(edges))] : (float)uniform(-9, 9)) * (below(2) ? 1 : -1);
+        memcpy(before, row, (size_t)n * 4);
+        kernels->limit_row(row, n);
+        for (int i = 0; i < n; i++) {
+            const float x = before[i], want = isfinite(x) && fabsf(x) > most ? copysignf(most, x) : x;
+            CHECK(row[i] == want || (isnan(row[i]) && isnan(want)), "%d numbers: %a became %a", n, (double)x, (double)row[i]);
+        }
+        release();
+    }
+}
+
 static void test_store_row_layouts(void) {
     const ptrdiff_t strides[] = {2, 6, -2, 3, -7};
     for (int storage = FASTATTN_FLOAT16; storage <= FASTATTN_BFLOAT16; storage++)

@@ -34,15 +34,6 @@ static inline void fastattn_convert_row(char *to, int to_size, const char *from,
     }
 }
 
-/* Finite numbers past the largest bfloat16 become that, which they would round past; inf stays inf. */
-static inline void fastattn_limit_row(float *row, ptrdiff_t n) {
-    const float most = 0x1.fep127f;
-    for (ptrdiff_t i = 0; i < n; i++) {
-        const float limited = row[i] > most ? most : row[i] < -most ? -most : row[i];
-        row[i] = row[i] - row[i] == 0 ? limited : row[i];
-    }
-}
-
 /* to[i * n_cols + c] = the element (i, c) of `from`, of itemsize bytes (2, 4 or 8), i < n_rows, c < n_cols. Later
  * rows are prefetched: they may be too far apart for the hardware prefetcher. */
 static inline void fastattn_copy_rows(char *to, const char *from, ptrdiff_t row, ptrdiff_t col, ptrdiff_t itemsize,

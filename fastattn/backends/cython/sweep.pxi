@@ -164,6 +164,8 @@ cdef TileState attend_tiles(Job *job, Scratch *w, Block *block, Py_ssize_t low, 
     cdef char *acc = acc_of(job, partial)
     cdef Py_ssize_t key0, n_keys, n_next, first_chunk, tile = low // job.block_k * job.block_k
     cdef TileState state, all_states = TILE_EMPTY
+    cdef bint changes_weights = job.drop_threshold or has_headroom
+    cdef fastattn_softmax softmax = kernels.pairs.softmax if job.pairs_values and not changes_weights else kernels.softmax
     cdef char *rescale
     cdef fastattn_values values
     memcpy(row_max, w.row_max if has_headroom else w.empty, block.ld * job.itemsize)
@@ -176,12 +178,11 @@ cdef TileState attend_tiles(Job *job, Scratch *w, Block *block, Py_ssize_t low, 
         if state == TILE_EMPTY:
             continue
         first_chunk = KEY_CHUNK - key0 % KEY_CHUNK
-        kernels.softmax(w.scores, w.tile_max, row_max, row_sum, w.rescale, block.ld, w.stops, first_chunk,
-                        job.exponent_factor)
+        softmax(w.scores, w.tile_max, row_max, row_sum, w.rescale, block.ld, w.stops, first_chunk, job.exponent_factor)
         drop_weights(job, w, block, key0)
         if has_headroom:
             leave_headroom(job, w, block.n_rows, n_keys, job.itemsize, block.ld * job.itemsize)
-        if job.pairs_values:
+        if job.pairs_values and changes_weights:
             kernels.pairs.pair_weights(w.scores, block.ld, w.stops)
         rescale = NULL if all_states == TILE_EMPTY else w.rescale
         if all_states != TILE_PARTIAL:
@@ -225,7 +226,7 @@ cdef void clear_masked(const Job *job, const Scratch *w, const Block *block, Til
 cdef inline void limit_rounded(const Job *job, char *row, Py_ssize_t n_cols) noexcept nogil:
     """Before a row becomes bfloat16: means by rounded weights, whose sum is not theirs, may be past the largest value."""
     if job.weight_parts == 1 and job.kept_share == 1:
-        fastattn_limit_row(<float *>row, n_cols)
+        kernels_of(job).limit_row(row, n_cols)
 
 
 cdef bint write_tile(const Job *job, Scratch *w, const Block *block, char **rows, Py_ssize_t col, int64_t storage,

@@ -25,15 +25,6 @@
 #include "base.h"
 #include "kernels.h"
 
-/* Where query blocks have few vectors, many lack one. Register tiles of one or two vectors then have more keys or
- * columns, to hide the latency of the multiply-adds and of the loads of broadcast elements: `score` of one and of two
- * vectors takes 0.93 and 0.88 of the time, `accumulate` of one 0.86. 2 cores of Emerald Rapids, 2026-11-21, one
- * thread over the kernels alone. */
-#define NARROW_ROWS (2 * SCORE_ROWS) /* of `score`; WIDE_ROWS are those of `accumulate`, for one vector */
-
-/* Columns of a partial sum where fewer than SCORE_CHAIN are left. */
-#define SCORE_REST (SCORE_CHAIN < 8 ? SCORE_CHAIN : 8)
-
 /* Keys that one partial sum of `softmax` and `accumulate` runs over. 64 instead of 128 leave 83 % of the root mean
  * square error of 400 keys. Writing the accumulators back stalls the multiply-adds where a store of 64 bytes takes as
  * long as one and a half of them: 1 to 2 % of a call (2 cores of Zen 4 EPYC, 2026-11-20); nothing measurable on 2

@@ -128,7 +128,7 @@ const fastattn_kernels CONCAT(CONCAT(fastattn_kernels, FASTATTN_ISA), REAL_BITS)
     .panel_cols = TILE_ROWS,
     KERNEL(pack), KERNEL(score), KERNEL(adjust), KERNEL(add_bias), KERNEL(softmax), KERNEL(drop), KERNEL(pack_values),
     KERNEL(accumulate), KERNEL(accumulate_nonfinite), KERNEL(merge), KERNEL(finish), KERNEL(unpack),
-    KERNEL(mask_words), KERNEL(draw_words), KERNEL(load_row), KERNEL(store_row),
+    KERNEL(mask_words), KERNEL(draw_words), KERNEL(load_row), KERNEL(store_row), KERNEL(limit_row),
     KERNEL(pack_rows), KERNEL(adjust_rows), KERNEL(softmax_rows), KERNEL(merge_rows), KERNEL(unpack_rows),
     .score_rows = {EACH_READ(EACH_STORED, SCORE_ROWS_OF)},
     .accumulate_rows = {EACH_READ(EACH_STORED, ACCUMULATE_ROWS_OF)}, KERNEL(accumulate_rows_nonfinite),

@@ -117,8 +117,7 @@ typedef struct {
     /* One step of the online softmax: row_max = max(row_max, tile_max), s becomes exp2(factor * (s - row_max)),
      * row_sum = rescale * row_sum + the sum of the new s, rescale[lane] = exp2(factor * (old - new max)).
      * -inf scores give exactly 0, also while row_max is -inf. */
-    void (*softmax)(void *s, const void *tile_max, void *row_max, void *row_sum, void *rescale, ptrdiff_t ld,
-                    const ptrdiff_t *stops, ptrdiff_t first_chunk, double exponent_factor);
+    fastattn_softmax softmax;
 
     /* Copies rows of values into panels of panel_cols columns, row by row within a panel: `accumulate` then reads
      * memory sequentially. panels: 64-byte aligned, `panel` bytes each. */
@@ -178,6 +177,9 @@ typedef struct {
     /* Element c of a row, at to + c * stride, = from[c], c < n: rounded once, to the nearest, to even between two, and
      * to inf from half a unit past the largest number on. NaN stays NaN, and is quiet. `from` is of any alignment. */
     void (*store_row)(char *to, ptrdiff_t stride, const void *from, ptrdiff_t n, int storage);
+
+    /* Finite numbers past the largest bfloat16 become that, which they would round past. */
+    void (*limit_row)(void *row, ptrdiff_t n);
 
     /* Row tiles: tile[r * ld + x], one row per query row, x a head_dim index, a key or a value_dim index. For few query
      * rows, too few to fill vectors of lanes; lanes run along x. ld is a multiple of `lanes`, a row is readable and

@@ -29,10 +29,12 @@ static inline ptrdiff_t fastattn_pair_at(ptrdiff_t column) {
     return column / 32 * 128 + column % 8 / 4 * 64 + column % 32 / 8 * 16 + column % 4 * 4;
 }
 
-/* The type of `score`, of either kind. */
+/* The types of `score` and of `softmax`, of either kind. */
 typedef void (*fastattn_score)(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_vectors, const char *k,
                                const ptrdiff_t *stops, ptrdiff_t head_dim, ptrdiff_t k_row, ptrdiff_t k_col,
                                const char *prefetch, ptrdiff_t prefetch_row, ptrdiff_t prefetch_nbytes);
+typedef void (*fastattn_softmax)(void *s, const void *tile_max, void *row_max, void *row_sum, void *rescale, ptrdiff_t ld,
+                                 const ptrdiff_t *stops, ptrdiff_t first_chunk, double exponent_factor);
 
 typedef struct {
     /* tile[p][lane] = the p-th pair of rows[lane], each number times a power of two; `rows` has ld <= 64 pointers. Bit
@@ -41,6 +43,9 @@ typedef struct {
 
     /* As `score` of kernels.h, where columns are pairs: `head_dim` is their number. */
     fastattn_score score;
+
+    /* As `softmax` of kernels.h followed by `pair_weights`; first_chunk is even. */
+    fastattn_softmax softmax;
 
     /* Weights as `softmax` of kernels.h leaves them become pairs in place: tile[j / 2 * ld + lane] has those of the keys j
      * and j + 1 of the lane, each rounded to bfloat16 and to nearest even. Denormal weights become 0. */

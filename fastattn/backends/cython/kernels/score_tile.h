@@ -1,50 +1,56 @@
 /* SCORE_TILE, the register tile of `score` with at most ROWS keys. Included by score.h only, once for each ROWS: where
- * one function has an array of sums for NARROW_ROWS, gcc 12 makes the usual tile of three vectors 3 % slower. */
+ * one function has an array of sums for NARROW_KEYS, gcc 12 makes the usual tile of three vectors 3 % slower. */
 
 #define PREFETCH_DISTANCE (ROWS > PREFETCH_KEYS ? ROWS : PREFETCH_KEYS)
 
 /* R keys by V vectors of lanes, over n_cols columns, added to s unless is_first. Row r of K starts at k + r * k_row.
  * R of the rows `ahead` are prefetched meanwhile.
  *
- * Each score is a sum of partial sums over SCORE_CHAIN columns, or SCORE_REST where fewer are left: short chains round
- * less, and most of the error of attention comes from here. */
+ * Each score is a sum of partial sums over CHAIN columns, or SHORT_CHAIN where fewer are left: short chains round less, and
+ * most of the error of attention comes from here. HAS_TOTALS: they are added up in registers, else in s. */
 INLINE void SCORE_TILE(const int R, const int V, REAL *s, REAL *tile_max, const REAL *q, ptrdiff_t ld,
                        const char *k, ptrdiff_t n_cols, ptrdiff_t k_row, ptrdiff_t k_col, int is_first,
                        prefetched_rows ahead) {
-    VEC total[ROWS][SCORE_VECTORS] = {};
+    VEC total[ROWS][SCORE_VECTORS] = {}, sum[ROWS][SCORE_VECTORS];
     for (ptrdiff_t left = n_cols; left > 0;) {
-        VEC sum[ROWS][SCORE_VECTORS] = {};
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) sum[r][v] = (VEC){};
+        const int adds = !is_first || left < n_cols;
         if (ahead.nbytes > 0) prefetch_line(R, &ahead);
-        if (left >= SCORE_CHAIN) {
+        ptrdiff_t n = left >= CHAIN ? CHAIN : left < SHORT_CHAIN ? left : SHORT_CHAIN;
+        left -= n;
+        while (n >= STEPS) {
+            n -= STEPS;
             /* Later rows, into L1: they are read column by column, which no hardware prefetcher follows. */
 #pragma GCC unroll 8
-            for (int d = 0; d < SCORE_CHAIN; d += LINE)
-#pragma GCC unroll 8
+            for (int d = 0; d < STEPS; d += LINE)
+#pragma GCC unroll 16
                 for (int r = 0; r < R; r++)
                     __builtin_prefetch(k + (PREFETCH_DISTANCE + r) * k_row + d * k_col, 0, 3);
 #pragma GCC unroll 16
-            for (int d = 0; d < SCORE_CHAIN; d++, k += k_col, q += ld) SCORE_STEP(sum);
-            left -= SCORE_CHAIN;
-        } else {
-            const ptrdiff_t rest = left < SCORE_REST ? left : SCORE_REST;
-            for (ptrdiff_t d = 0; d < rest; d++, k += k_col, q += ld) SCORE_STEP(sum);
-            left -= rest;
+            for (int d = 0; d < STEPS; d++, k += k_col, q += ld) SCORE_STEP(sum);
+            if (STEPS == CHAIN) break;
         }
-#pragma GCC unroll 8
+        for (; n > 0; n--, k += k_col, q += ld) SCORE_STEP(sum);
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < V; v++) total[r][v] += sum[r][v];
+            for (int v = 0; v < V; v++)
+                if (HAS_TOTALS)
+                    total[r][v] += sum[r][v];
+                else
+                    sum[r][v] = add_score(s + r * ld + v * LANES, sum[r][v], adds);
     }
     while (ahead.nbytes > 0) prefetch_line(R, &ahead);
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
         VEC top = tile_max ? load(tile_max + v * LANES) : (VEC){};
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             REAL *const to = s + r * ld + v * LANES;
-            if (!is_first) total[r][v] += load(to);
-            store(to, total[r][v]);
-            top = max(top, total[r][v]);
+            top = max(top, HAS_TOTALS ? add_score(to, total[r][v], !is_first) : sum[r][v]);
         }
         if (tile_max) store(tile_max + v * LANES, top);
     }

@@ -227,3 +227,13 @@ static void store_row(char *to, ptrdiff_t stride, const void *from, ptrdiff_t n,
     else
         store_row_stored(FASTATTN_BFLOAT16, to, stride, from, n);
 }
+
+static void limit_row(void *row, ptrdiff_t n) {
+    const VEC most = splat((REAL)0x1.fep127);
+    REAL *at = row;
+    for (; n > 0; n -= LANES, at += LANES) {
+        const int count = n < LANES ? (int)n : LANES;
+        const VEC x = count == LANES ? load(at) : load_partial(at, count);
+        store_partial(at, select_lanes((IVEC)(nonfinite_lanes(x) == 0), max(-most, min(most, x)), x), count);
+    }
+}

@@ -145,15 +145,15 @@ cdef void find_prefetches(const Job *job, Scratch *w, Block *block, Py_ssize_t t
     Both are far apart and accessed in one burst, in which a core would do nothing but wait for memory.
     """
     cdef TaskRows rows
-    cdef Py_ssize_t row, i, g
+    cdef Py_ssize_t row, i, g, query_nbytes = fastattn_stored_size(job.query_storage & STORAGE, job.itemsize)
     cdef char *item
     block.n_prefetch = 0
-    block.prefetch_nbytes = max(job.head_dim, job.value_dim) * job.itemsize
+    block.prefetch_nbytes = max(job.head_dim * query_nbytes, job.value_dim * job.out_nbytes)
     if job.out.col == job.out_nbytes:
         for row in range(block.n_rows):
             w.prefetch[row] = w.out_rows[row]
         block.n_prefetch = block.n_rows
-    if job.query.col == job.itemsize and task < job.n_tasks:
+    if job.query.col == query_nbytes and task < job.n_tasks:
         rows = task_rows(job, task)
         item = at_item(job, &job.query, rows.item) + rows.kv * job.group_size * job.query.head
         i = rows.first_row // job.group_size

@@ -47,8 +47,10 @@ def random_arrays(
     return query.astype(dtype), key.astype(dtype), value.astype(dtype)
 
 
-def few_rows(dtype: str) -> int:
+def few_rows(dtype: str, backend: str = "cython") -> int:
     """The most rows of a head for which split-KV is used, on the instruction set in use."""
+    if backend == "numba":
+        return FEW_ROWS
     target = cython_backend.driver.target(np.dtype(dtype).itemsize)
     return target["few_rows"] or max(FEW_ROWS, target["lanes"] - 1)
 

@@ -114,7 +114,9 @@ def test_the_classifier(tmp_path: Any) -> None:
     x, y = rng.standard_normal((90, 5)), rng.integers(0, 3, 90)
 
     def predict() -> np.ndarray:
-        classifier = tabpfn.TabPFNClassifier(model_path=path, device="cpu", n_estimators=2, random_state=0)
+        classifier = tabpfn.TabPFNClassifier(
+            model_path=path, device="cpu", n_estimators=2, random_state=0, inference_precision=torch.float32
+        )  # "auto" is bfloat16 where the CPU multiplies it
         return classifier.fit(x[:60], y[:60]).predict_proba(x[60:])
 
     wanted = predict()

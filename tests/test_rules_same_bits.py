@@ -155,7 +155,7 @@ def test_other_rows_of_the_window(engine, most, few, dtype):
     Split-KV, the sweep and the fused sweep each add in another order: each is compared with itself.
     """
     is_few = most is None
-    most = few_rows(dtype) if is_few else most
+    most = few_rows(dtype, engine.backend) if is_few else most
     query, key, value = random_arrays(7, heads=1, len_q=most, len_k=700, head_dim=16, dtype=dtype)
     together = engine.attention(query, key, value, mask=masks.Window(250, 0))
     for stop in range(few, most + 1) if is_few else range(min(most, 300), most + 1, 13):

@@ -86,8 +86,10 @@ class TestPairs:
     """Which calls have scores of bfloat16 by bfloat16, and what they copy."""
 
     @staticmethod
-    def schedule(len_q=100, len_k=300, head_dim=64, dtypes=(BFLOAT16,) * 3, has_pairs=True, **options):
-        arrays = random_arrays(heads=1, len_q=len_q, len_k=len_k, head_dim=head_dim)
+    def schedule(
+        len_q=100, len_k=300, head_dim=64, value_dim=64, dtypes=(BFLOAT16,) * 3, has_pairs=True, **options
+    ):
+        arrays = random_arrays(heads=1, len_q=len_q, len_k=len_k, head_dim=head_dim, value_dim=value_dim)
         arrays = [array.astype(dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
         return make_schedule(problem_of(*arrays, **options), Target(16, 3, 8, False, has_pairs), 1)
 
@@ -120,16 +122,30 @@ class TestPairs:
     def test_values_may_take_the_room_of_keys(self):
         """Two copies of 1 MB, or one of 2."""
         sizes = {"len_q": 200, "head_dim": 64}
-        for len_k, pairs, expected in [
-            (4096, False, (True, True)),
-            (4097, False, (False, True)),
-            (8192, False, (False, True)),
-            (8193, False, (False, False)),
-            (8192, True, (False, True)),
-            (8193, True, (False, False)),
+        for len_k, expected in [
+            (4096, (True, True)),
+            (4097, (False, True)),
+            (8192, (False, True)),
+            (8193, (False, False)),
         ]:
-            schedule = self.schedule(len_k=len_k, has_pairs=pairs, **sizes)
+            schedule = self.schedule(len_k=len_k, has_pairs=False, **sizes)
             assert (schedule.copies_keys, schedule.packs_values) == expected
+
+    @pytest.mark.parametrize(
+        ("expected", "options"),
+        [
+            ("reads", {"len_q": 200}),
+            ("reads", {"len_q": 17}),
+            ("packs", {"len_q": 200, "value_dim": 63}),
+            ("converts", {"len_q": 17, "value_dim": 63}),
+            ("packs", {"len_q": 200, "precision": "storage"}),
+        ],
+    )
+    def test_values(self, expected, options):
+        """Read as they are stored where two columns are a word; rounded weights multiply pairs of keys."""
+        schedule = self.schedule(**options)
+        ways = [way for way in ("reads", "packs", "converts") if getattr(schedule, f"{way}_values")]
+        assert ways == [expected]
 
 
 class TestFused:

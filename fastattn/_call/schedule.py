@@ -64,6 +64,7 @@ class Schedule(NamedTuple):
     packs_chunks: bool = False  #: or those of a partial sum, for each query block
     converts_keys: bool = False  #: keys are converted, or copied as pairs, tile by tile
     converts_values: bool = False  #: values in 16 bits likewise
+    reads_values: bool = False  #: those in bfloat16 are read as they are stored, two columns at a time
     prefetch_rows: tuple[int, int] = (0, 0)  #: split-KV: prefetch distance, in keys and in values; 0: none
     keeps_query: bool = False  #: all numbers are bfloat16, and the query's are multiplied by a power of two
     uses_pairs: bool = False  #: the path: the sweep with scores of pairs
@@ -145,6 +146,8 @@ def _sweep_schedule(
     if uses_pairs:
         converts_keys = problem.key.strides[-1] != problem.key.itemsize or _is_scattered(problem.key)
     rounds_weights = uses_pairs and problem.rounds_weights
+    reads_values = uses_pairs and not rounds_weights and sizes.value_dim % 2 == 0
+    reads_values = reads_values and not (_has_gaps(problem.value) or _is_scattered(problem.value))
     block_k = _block_k(sizes.len_k)
     n_key_tiles = max(1, -(-sizes.len_k // block_k))
     piece_tiles, tasks = pieces or (n_key_tiles, 1)
@@ -156,7 +159,7 @@ def _sweep_schedule(
         blocks = min(n_blocks, heads * n_blocks // num_threads)
         key_nbytes = _key_copy_nbytes(problem, blocks, uses_pairs)
         copies_keys = key_nbytes > 0
-        packs_values = _packs_values(
+        packs_values = not reads_values and _packs_values(
             problem, target, blocks, 2 * constants.COPY_NBYTES - key_nbytes, rounds_weights
         )
     packs_chunks = (
@@ -169,7 +172,8 @@ def _sweep_schedule(
         n_vectors=n_vectors, n_blocks=n_blocks, max_lanes=-(-n_vectors // n_blocks) * lanes, n_tasks=n_tasks,
         piece_tiles=piece_tiles, split_tiles=split_tiles, n_splits=n_splits,
         copies_keys=copies_keys, packs_values=packs_values, packs_chunks=packs_chunks,
-        converts_keys=converts_keys and not copies_keys, converts_values=converts_values and not packs_values,
+        converts_keys=converts_keys and not copies_keys,
+        converts_values=converts_values and not (packs_values or reads_values), reads_values=reads_values,
         keeps_query=uses_pairs, uses_pairs=uses_pairs, rounds_weights=rounds_weights, **factors._asdict(),
     )  # fmt: skip
 

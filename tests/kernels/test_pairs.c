@@ -335,12 +335,36 @@ static void check_accumulate_pairs(int n_keys, int value_dim, int vectors, int r
     release();
 }
 
+/* `accumulate_stored` has the bits that `accumulate` has of the same values in float32. */
+static void check_accumulate_stored(int n_keys, int value_dim, int vectors, int rescaled) {
+    const ptrdiff_t ld = lanes * kernels->max_vectors, *const stops = key_stops(vectors, n_keys, below(3) == 0);
+    const ptrdiff_t first_chunk = 1 + below(FASTATTN_KEY_CHUNK);
+    const Matrix m = random_values(n_keys, value_dim);
+    float *const p = tile(n_keys, ld), *const rescale = tile(1, ld), *const converted = tile(n_keys, value_dim);
+    float *const acc = filled(value_dim, ld, 0), *const want = filled(value_dim, ld, 0);
+    const fastattn_values values = {(const char *)converted, value_dim * 4, 4, 4 * kernels->panel_cols};
+    for (ptrdiff_t i = 0; i < n_keys * ld; i++) p[i] = (float)exp2(uniform(-20, 0));
+    for (ptrdiff_t lane = 0; lane < ld; lane++) rescale[lane] = (float)uniform(0, 1);
+    for (ptrdiff_t i = 0; i < value_dim * ld; i++) want[i] = acc[i] = (float)uniform(-10, 10);
+    for (int j = 0; j < n_keys; j++)
+        for (int e = 0; e < value_dim; e++) converted[j * value_dim + e] = value_at(&m, j, e);
+    kernels->pairs->accumulate_stored(acc, p, rescaled ? rescale : NULL, ld, vectors, m.at, m.row, stops, first_chunk, value_dim,
+                                      NULL, 0, 0);
+    kernels->accumulate(want, p, rescaled ? rescale : NULL, ld, vectors, &values, stops, first_chunk, value_dim, NULL, 0, 0);
+    for (int e = 0; e < value_dim; e++)
+        for (ptrdiff_t lane = 0; lane < ld; lane++)
+            CHECK(same(acc[e * ld + lane], want[e * ld + lane]), "%d keys: column %d of %d, lane %td is %a, not %a", n_keys, e,
+                  value_dim, lane, (double)acc[e * ld + lane], (double)want[e * ld + lane]);
+    release();
+}
+
 static void test_weights_and_values(void) {
     for (int n_keys = 1; n_keys <= 140; n_keys++) {
         check_pair_weights(n_keys, 1 + below(kernels->max_vectors), n_keys % 2);
         check_softmax_pairs(n_keys, 1 + below(kernels->max_vectors), n_keys % 2);
         check_pair_values(n_keys, 1 + below(200));
         check_accumulate_pairs(n_keys, 1 + below(100), 1 + below(kernels->max_vectors), n_keys % 3 == 0);
+        check_accumulate_stored(n_keys, 2 + 2 * below(50), 1 + below(kernels->max_vectors), n_keys % 3 == 0);
     }
     for (int value_dim = 1; value_dim <= 140; value_dim++) {
         check_pair_values(1 + below(8), value_dim);

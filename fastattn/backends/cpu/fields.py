@@ -70,7 +70,7 @@ COUNTS = (
     "tile_q", "tile_k",  # of the mask map
     "lanes", "uses_split_kv", "block_k", "n_vectors", "n_blocks", "max_lanes", "n_tasks",
     "query_ld", "acc_ld",  # row tiles: elements from one row to the next
-    "copies_keys", "packs_values", "packs_chunks", "converts_keys", "converts_values",
+    "copies_keys", "packs_values", "packs_chunks", "converts_keys", "converts_values", "reads_values",
     "panel",  # bytes of a panel of packed values
     "key_prefetch", "value_prefetch",  # split-KV: prefetch distance in keys, or 0
     "piece_tiles", "split_tiles", "n_splits",  # see `Schedule`

@@ -44,7 +44,7 @@ cdef inline fastattn_values tile_values(const Job *job, Scratch *w, const Block 
     cdef fastattn_values values = block.values
     if job.packs_values:
         values.at = block.values.at + key0 * values.row
-    elif job.converts_values or block.value.page_size:
+    elif job.converts_values or job.reads_values or block.value.page_size:
         load_rows(job, w.value_copy, &block.value, key0, n_keys, job.value_dim)
         values.at = w.value_copy
         values.row = job.value_dim * job.itemsize
@@ -76,17 +76,25 @@ cdef inline void accumulate_tile(const Job *job, Scratch *w, const Block *block,
 
     Values in pages that are read in place are added page by page, each of whole partial sums.
     """
+    cdef const char *weights
+    cdef Py_ssize_t first_chunk
     cdef fastattn_values values = block.values
     cdef Py_ssize_t lane, at = 0, n = n_keys, n_prefetch = block.n_prefetch
-    if not (job.packs_chunks or block.value.page_size) or job.packs_values or job.converts_values:
+    if not (job.packs_chunks or job.reads_values or block.value.page_size) or job.packs_values or job.converts_values:
         values = tile_values(job, w, block, key0, n_keys)
     else:
         n = find_values(job, w, block, key0, n_keys, &values)
     find_part_stops(w, block, 0, n)
     while True:
-        kernels_of(job).accumulate(acc, w.scores + at * block.ld * job.itemsize, rescale, block.ld, block.n_vectors,
-                                   &values, w.part_stops, KEY_CHUNK - (key0 + at) % KEY_CHUNK, job.value_dim, w.prefetch,
-                                   n_prefetch, block.prefetch_nbytes)
+        weights = w.scores + at * block.ld * job.itemsize
+        first_chunk = KEY_CHUNK - (key0 + at) % KEY_CHUNK
+        if job.reads_values:
+            kernels_of(job).pairs.accumulate_stored(acc, weights, rescale, block.ld, block.n_vectors, values.at, block.value.row,
+                                                    w.part_stops, first_chunk, job.value_dim, w.prefetch, n_prefetch,
+                                                    block.prefetch_nbytes)
+        else:
+            kernels_of(job).accumulate(acc, weights, rescale, block.ld, block.n_vectors, &values, w.part_stops, first_chunk,
+                                       job.value_dim, w.prefetch, n_prefetch, block.prefetch_nbytes)
         if at == 0 and n < n_keys:
             rescale = w.rescale
             for lane in range(block.ld):

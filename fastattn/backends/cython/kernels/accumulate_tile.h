@@ -1,10 +1,10 @@
-/* The register tile of `accumulate`. Included once for each kind of products, by lanes.h and pairs.c, which define
- * BROADCAST, a number or a pair for all lanes; ADD_PRODUCT; COLUMN_AT, where a row of values has its r-th column; and
- * how many rows a partial sum has, CHUNK_ROWS, and a tile columns at most, MOST_COLUMNS. */
+/* ACCUMULATE_TILE, the register tile of `accumulate`. Included once for each kind of values, by lanes.h and pairs.c, which
+ * define COLUMN, the r-th number or pair of a row for all lanes; ADD_PRODUCT; and how many rows a partial sum has,
+ * CHUNK_ROWS, and a tile columns at most, MOST_COLUMNS. */
 
 /* R columns of V by V vectors of lanes. Partial sums run over CHUNK_ROWS rows each, as short chains round less.
  * is_packed: the rows of values are contiguous, and prefetched by the hardware. */
-INLINE void accumulate_tile(const int R, const int V, const int is_packed, REAL *acc, const REAL *p,
+INLINE void ACCUMULATE_TILE(const int R, const int V, const int is_packed, REAL *acc, const REAL *p,
                             const REAL *rescale, ptrdiff_t ld, const char *v_rows, const ptrdiff_t *stops,
                             ptrdiff_t chunk_stop, ptrdiff_t v_row, ptrdiff_t v_col,
                             const char *const *prefetch, ptrdiff_t n_prefetch, ptrdiff_t prefetch_byte) {
@@ -26,7 +26,7 @@ INLINE void accumulate_tile(const int R, const int V, const int is_packed, REAL 
                 for (int v = first; v < V; v++) x[v] = load(p + v * LANES);
 #pragma GCC unroll 16
                 for (int r = 0; r < R; r++) {
-                    const __auto_type y = BROADCAST(COLUMN_AT(v_rows, r, v_col));
+                    const __auto_type y = COLUMN(v_rows, r, v_col);
 #pragma GCC unroll 8
                     for (int v = first; v < V; v++) sum[r][v] = ADD_PRODUCT(sum[r][v], x[v], y);
                 }
@@ -49,3 +49,8 @@ INLINE void accumulate_tile(const int R, const int V, const int is_packed, REAL 
         chunk_stop += CHUNK_ROWS;
     } while (start < stops[V - 1]);
 }
+
+#undef ACCUMULATE_TILE
+#undef COLUMN
+#undef CHUNK_ROWS
+#undef MOST_COLUMNS

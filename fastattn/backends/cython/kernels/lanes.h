@@ -5,10 +5,6 @@
 /* What the register tiles of `score` and `accumulate` are made of. */
 #define BROADCAST(at) scalar(at)
 #define ADD_PRODUCT(sum, x, y) ((sum) + (x) * (y))
-#define COLUMN_AT(row, r, col) ((row) + (r) * (col))
-#define CHUNK_ROWS KEY_CHUNK
-#define MOST_COLUMNS WIDE_ROWS
-
 /* Where query blocks have few vectors, many lack one. Register tiles of one or two vectors then have more keys or
  * columns, to hide the latency of the multiply-adds and of the loads of broadcast elements: `score` of one and of two
  * vectors takes 0.93 and 0.88 of the time, `accumulate` of one, which has WIDE_ROWS, 0.86. 2 cores of Emerald Rapids,
@@ -113,6 +109,10 @@ static int unpack(char *const *rows, ptrdiff_t stride, ptrdiff_t n_rows, const v
     return any_lane(nonfinite);
 }
 
+#define ACCUMULATE_TILE accumulate_tile
+#define COLUMN(row, r, col) scalar((row) + (r) * (col))
+#define CHUNK_ROWS KEY_CHUNK
+#define MOST_COLUMNS WIDE_ROWS
 #include "accumulate_tile.h"
 
 #include "score.h"

@@ -153,7 +153,8 @@ static void pair_values(char *to, const char *v, ptrdiff_t v_row, ptrdiff_t n_ke
 }
 
 #define PAIR_ROWS 8 /* columns of a register tile */
-#define COLUMN_AT(row, r, col) ((void)(col), (row) + fastattn_pair_at(r))
+#define ACCUMULATE_TILE accumulate_pair_tile
+#define COLUMN(row, r, col) ((void)(col), splat_pair((row) + fastattn_pair_at(r)))
 #define CHUNK_ROWS (KEY_CHUNK / 2)
 #define MOST_COLUMNS PAIR_ROWS
 #include "accumulate_tile.h"
@@ -166,9 +167,52 @@ static void accumulate(void *acc, const void *p, const void *rescale, ptrdiff_t 
     for (int v = 0; v < n_vectors; v++) pairs[v] = (stops[v] + 1) / 2;
 #define GROUP(V, unit, i)                                                                                      \
     for (ptrdiff_t e = 0, byte = 0; e < value_dim; e += PAIR_ROWS, byte += 64)                                 \
-    accumulate_tile(PAIR_ROWS, V, 1, (REAL *)acc + e * ld + (i)*LANES, (const REAL *)p + (i)*LANES,            \
+    accumulate_pair_tile(PAIR_ROWS, V, 1, (REAL *)acc + e * ld + (i)*LANES, (const REAL *)p + (i)*LANES,            \
                     rescale ? (const REAL *)rescale + (i)*LANES : NULL, ld, values + fastattn_pair_at(e),      \
                     pairs + (i), first_chunk / 2, row, 0, prefetch, byte < prefetch_nbytes ? n_prefetch : 0, byte)
+    EACH_GROUP(GROUP, TILE_VECTORS, 0, 0);
+#undef GROUP
+}
+
+/* ------------------------------------------------------------------ values as they are stored */
+
+/* Two adjacent columns are one word: read once, and broadcast, for both. */
+INLINE VEC stored_column(const char *row, int r) {
+    const IVEC word = (IVEC)splat_pair(row + r / 2 * 4);
+    return (VEC)(r % 2 ? word & HIGH_HALF : word << 16);
+}
+
+#undef ADD_PRODUCT
+#define ADD_PRODUCT(sum, x, y) ((sum) + (x) * (y))
+#define ACCUMULATE_TILE accumulate_stored_tile
+#define COLUMN(row, r, col) ((void)(col), stored_column(row, r))
+#define CHUNK_ROWS KEY_CHUNK
+#define MOST_COLUMNS TILE_ROWS
+#include "accumulate_tile.h"
+
+INLINE void accumulate_stored_group(const int V, REAL *acc, const REAL *p, const REAL *rescale, ptrdiff_t ld,
+                                    const char *values, ptrdiff_t row, const ptrdiff_t *stops, ptrdiff_t first_chunk,
+                                    ptrdiff_t value_dim, const char *const *prefetch, ptrdiff_t n_prefetch,
+                                    ptrdiff_t prefetch_nbytes) {
+    ptrdiff_t byte = 0;
+#define COLUMNS_OF(R)                                                                                          \
+    for (; value_dim >= R; value_dim -= R, acc += R * ld, values += R * 2, byte += 64)                         \
+    accumulate_stored_tile(R, V, 0, acc, p, rescale, ld, values, stops, first_chunk, row, 0, prefetch,         \
+                           byte < prefetch_nbytes ? n_prefetch : 0, byte)
+    COLUMNS_OF(TILE_ROWS);
+    COLUMNS_OF(4);
+    COLUMNS_OF(2);
+#undef COLUMNS_OF
+}
+
+static void accumulate_stored(void *acc, const void *p, const void *rescale, ptrdiff_t ld, int n_vectors,
+                              const char *values, ptrdiff_t row, const ptrdiff_t *stops, ptrdiff_t first_chunk,
+                              ptrdiff_t value_dim, const char *const *prefetch, ptrdiff_t n_prefetch,
+                              ptrdiff_t prefetch_nbytes) {
+#define GROUP(V, unit, i)                                                                                      \
+    accumulate_stored_group(V, (REAL *)acc + (i)*LANES, (const REAL *)p + (i)*LANES,                           \
+                            rescale ? (const REAL *)rescale + (i)*LANES : NULL, ld, values, row, stops + (i),  \
+                            first_chunk, value_dim, prefetch, n_prefetch, prefetch_nbytes)
     EACH_GROUP(GROUP, TILE_VECTORS, 0, 0);
 #undef GROUP
 }
@@ -180,4 +224,5 @@ const fastattn_pairs CONCAT(fastattn_pairs, FASTATTN_ISA) = {
     .pair_weights = pair_weights,
     .pair_values = pair_values,
     .accumulate = accumulate,
+    .accumulate_stored = accumulate_stored,
 };

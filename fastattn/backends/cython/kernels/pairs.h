@@ -59,6 +59,13 @@ typedef struct {
     void (*accumulate)(void *acc, const void *weights, const void *rescale, ptrdiff_t ld, int n_vectors,
                        const char *values, const ptrdiff_t *stops, ptrdiff_t first_chunk, ptrdiff_t value_dim,
                        const char *const *prefetch, ptrdiff_t n_prefetch, ptrdiff_t prefetch_nbytes);
+
+    /* As `accumulate` of kernels.h, with its bits, of values in bfloat16 as they lie in memory, `row` bytes from one to the
+     * next and without gaps between columns. Their number is even. */
+    void (*accumulate_stored)(void *acc, const void *weights, const void *rescale, ptrdiff_t ld, int n_vectors,
+                              const char *values, ptrdiff_t row, const ptrdiff_t *stops, ptrdiff_t first_chunk,
+                              ptrdiff_t value_dim, const char *const *prefetch, ptrdiff_t n_prefetch,
+                              ptrdiff_t prefetch_nbytes);
 } fastattn_pairs;
 
 #endif

@@ -857,7 +857,7 @@ PARTLY_WRONG = {
     "jax": ("float64", "float64-causal", "backward-float64")  # dot_product_attention: float32 softmax
 }
 
-#: Those where that depends on the CPU: of float16 with open lengths the error is 1.2 times what is allowed on Zen 5.
+#: Those where that depends on the CPU: float16 with open lengths has 1.2 times the error allowed on Zen 5.
 PARTLY_WRONG_HERE = {"openvino": ("float16",)}
 
 #: Compiling takes half a minute per kind, so only what flex_attention is for.

@@ -163,8 +163,11 @@ def figure(documents: Sequence[Mapping[str, Any]]) -> str:
     names = [document["machine"]["name"] for document in documents]
     times = [f"{first} as long as fastattn", *rest]
     where = ", ".join(f"{time} on {name}" for time, name in zip(times, names, strict=True))
-    cases = _count(len(documents[0]["cases"]), "case")
-    return f"**{fastest} takes {where}** (geometric mean over {cases}: [Speed](#speed))."
+    counts = [len(document["cases"]) for document in documents]
+    over = _count(counts[0], "case")
+    if len(set(counts)) > 1:
+        over = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} cases, in this order"
+    return f"**{fastest} takes {where}** (geometric means over {over}: [Speed](#speed))."
 
 
 def _mean_ratio(document: Mapping[str, Any]) -> str:

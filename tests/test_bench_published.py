@@ -303,7 +303,7 @@ def test_the_figure_is_the_geometric_mean() -> None:
     second["machine"]["name"] = "Other"
     assert figure([first, second]) == (
         "**torch takes 2.00 times as long as fastattn on Made up, 0.50 times on Other** "
-        "(geometric mean over 2 cases: [Speed](#speed))."
+        "(geometric means over 2 cases: [Speed](#speed))."
     )
     both = make_document(SOME, ["fastattn", "torch", "jax"])
     assert figure([both]).startswith("**The fastest of torch and jax takes ")

@@ -305,6 +305,9 @@ def test_the_figure_is_the_geometric_mean() -> None:
         "**torch takes 2.00 times as long as fastattn on Made up, 0.50 times on Other** "
         "(geometric means over 2 cases: [Speed](#speed))."
     )
+    third = with_ratios({"tiny-16": (4.0, 3.0, 5.0)})
+    counted = "(geometric means over 2, 2 and 1 cases, in this order: [Speed](#speed))."
+    assert figure([first, second, third]).endswith(counted)
     both = make_document(SOME, ["fastattn", "torch", "jax"])
     assert figure([both]).startswith("**The fastest of torch and jax takes ")
     assert figure([make_document(SOME, ["fastattn"])]) == "No other library was timed."

@@ -146,8 +146,12 @@ def _sweep_schedule(
     if uses_pairs:
         converts_keys = problem.key.strides[-1] != problem.key.itemsize or _is_scattered(problem.key)
     rounds_weights = uses_pairs and problem.rounds_weights
-    reads_values = uses_pairs and not rounds_weights and sizes.value_dim % 2 == 0
-    reads_values = reads_values and not (_has_gaps(problem.value) or _is_scattered(problem.value))
+    reads_values = (
+        uses_pairs
+        and not rounds_weights
+        and sizes.value_dim % 2 == 0
+        and not (_has_gaps(problem.value) or _is_scattered(problem.value))
+    )
     block_k = _block_k(sizes.len_k)
     n_key_tiles = max(1, -(-sizes.len_k // block_k))
     piece_tiles, tasks = pieces or (n_key_tiles, 1)

@@ -5,6 +5,7 @@
 /* What the register tiles of `score` and `accumulate` are made of. */
 #define BROADCAST(at) scalar(at)
 #define ADD_PRODUCT(sum, x, y) ((sum) + (x) * (y))
+
 /* Where query blocks have few vectors, many lack one. Register tiles of one or two vectors then have more keys or
  * columns, to hide the latency of the multiply-adds and of the loads of broadcast elements: `score` of one and of two
  * vectors takes 0.93 and 0.88 of the time, `accumulate` of one, which has WIDE_ROWS, 0.86. 2 cores of Emerald Rapids,

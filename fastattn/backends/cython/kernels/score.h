@@ -8,7 +8,7 @@
     do {                                                                                                       \
         VEC x[SCORE_VECTORS];                                                                                  \
         _Pragma("GCC unroll 8") for (int v = 0; v < V; v++) x[v] = load(q + v * LANES);                        \
-        _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                                  \
+        _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                                 \
             const __auto_type y = BROADCAST(k + r * k_row);                                                    \
             _Pragma("GCC unroll 8") for (int v = 0; v < V; v++)(sum)[r][v] = ADD_PRODUCT((sum)[r][v], x[v], y); \
         }                                                                                                      \

@@ -253,7 +253,7 @@ def _lay_out(
             value_copy = panels * fields["panel"]
         elif schedule.packs_chunks:
             value_copy = panels * target.panel_columns * KEY_CHUNK * itemsize
-        elif schedule.converts_values or schedule.reads_values or fields["value_page_size"]:
+        elif fields["value_storage"] or fields["value_page_size"]:
             value_copy = tile * value_dim
     # Rows of query, out or weights on their way from or to 16 bits, and a tile of values to be packed.
     staged = 0

@@ -44,7 +44,7 @@ cdef inline fastattn_values tile_values(const Job *job, Scratch *w, const Block 
     cdef fastattn_values values = block.values
     if job.packs_values:
         values.at = block.values.at + key0 * values.row
-    elif job.converts_values or job.reads_values or block.value.page_size:
+    elif job.value_storage or block.value.page_size:
         load_rows(job, w.value_copy, &block.value, key0, n_keys, job.value_dim)
         values.at = w.value_copy
         values.row = job.value_dim * job.itemsize

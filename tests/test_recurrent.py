@@ -11,7 +11,7 @@ import pytest
 
 import fastattn
 from fastattn import gated_linear_attention
-from tests.cases import FLOATS, once
+from tests.cases import FLOATS, MEMORY_LAYOUTS, once
 from tests.tolerances import assert_same_bits
 
 WIDE = np.longdouble
@@ -144,7 +144,7 @@ def dtype_of(name):
 def test_cut_anywhere(run, rule):
     arrays, gates = inputs(rule, (2,), 4, 2, 120, 16, 20, np.float64, rate=2)
     whole, end = run(*arrays, **gates, return_state=True)
-    for cuts in ((0, 1, 120), (0, 47, 48, 49, 120), (0, 60, 61, 62, 63, 120)):
+    for cuts in ((0, 1, 120), (0, 31, 32, 33, 120), (0, 60, 61, 62, 63, 120)):
         state, parts = None, []
         for start, stop in pairwise(cuts):
             part = {name: x[:, :, start:stop] for name, x in gates.items()}
@@ -280,6 +280,38 @@ def test_the_bits_do_not_depend_on_the_layout(backend):
     assert_same_bits(again.swapaxes(0, 1), out)
 
 
+@pytest.mark.parametrize("L", [1, 100])
+@pytest.mark.parametrize("memory", MEMORY_LAYOUTS)
+def test_out_changes_no_bit(run, memory, L):
+    arrays, gates = inputs("gated_delta", (2,), 4, 2, L, 8, 20)
+    swapped = [x.swapaxes(-3, -2) for x in arrays]
+    turned = {name: x.swapaxes(1, 2) for name, x in gates.items()}
+    expected, state = run(*arrays, **gates, return_state=True)
+    for layout, given, options in (("bhsd", arrays, gates), ("bshd", swapped, turned)):
+        wanted = expected if layout == "bhsd" else expected.swapaxes(-3, -2)
+        out = MEMORY_LAYOUTS[memory](np.full(wanted.shape, 7, np.float32))
+        if out.flags.writeable and out.dtype == np.float32:
+            got, after = run(*given, **options, layout=layout, out=out, return_state=True)
+            assert got is out
+            assert_same_bits(out, wanted)
+            assert_same_bits(after, state)
+    out = np.empty((L, 20), np.float32)
+    alone = [x[0, 0] for x in arrays], {name: x[0, 0] for name, x in gates.items()}
+    assert run(*alone[0], **alone[1], out=out) is out
+    assert_same_bits(out, run(*alone[0], **alone[1]))
+
+
+@pytest.mark.parametrize("name", ["query", "value", "decay", "state"])
+def test_out_may_overlap_what_is_read(run, name):
+    arrays, gates = inputs("kimi", (), 2, 2, 64, 64, 64)
+    given = dict(zip(("query", "key", "value"), arrays, strict=True)) | gates
+    given["state"] = np.ones((2, 64, 64), np.float32)
+    expected, state = run(**given, return_state=True)
+    _, after = run(**given, out=given[name], return_state=True)
+    assert_same_bits(given[name], expected)
+    assert_same_bits(after, state)
+
+
 @pytest.mark.parametrize(
     "sizes", [(0, 2, 2, 5, 4, 3), (1, 0, 0, 5, 4, 3), (1, 2, 2, 0, 4, 3), (1, 2, 2, 5, 4, 0)]
 )
@@ -327,6 +359,8 @@ def test_other_refusals():
         gated_linear_attention(x, x, x, decay=np.zeros((2, 2, 5), complex))
     with pytest.raises(TypeError, match="return_state must be a bool"):
         gated_linear_attention(x, x, x, return_state=1)
+    with pytest.raises(ValueError, match=r"out must have shape \(2, 2, 5, 4\), got \(2, 2, 5, 3\)"):
+        gated_linear_attention(x, x, x, out=x[..., :3].copy())
 
 
 def test_a_state_is_not_changed():

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     class _ForwardOptions(_Options, Generic[Flag], total=False):
         return_state: Flag
+        out: np.ndarray | None
 
     class _BackwardOptions(_Options, total=False):
         grad_state: ArrayLike | None
@@ -76,6 +77,7 @@ def gated_linear_attention(
     state: ArrayLike | None = None,
     return_state: bool = False,
     layout: LayoutName = "bhsd",
+    out: np.ndarray | None = None,
     num_threads: int | None = None,
     backend: BackendName | None = None,
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
@@ -107,13 +109,13 @@ def gated_linear_attention(
     layout : {"bhsd", "bshd"}, default "bhsd"
         "bshd": query, key, value and the result are ``(..., L, heads, dim)``, `decay` and `beta`
         ``(..., L, K)``, and a `decay` of rows ``(..., L, K, D)``.
-    num_threads, backend
+    out, num_threads, backend
         As in `attention`; "cython" and "reference" can run it.
 
     Returns
     -------
     out : ndarray, shape (..., H, L, E)
-        In the dtype that query, key and value promote to; C-contiguous.
+        In the dtype that query, key and value promote to; C-contiguous, or `out`.
     state : ndarray, shape (..., K, D, E)
         When asked for; in float32, or float64 where that is the dtype of the computation.
 
@@ -185,7 +187,8 @@ def gated_linear_attention(
     """
     num_threads = check_threads_of_call(num_threads)
     arrays = query, key, value, decay, beta, state
-    signature = _signature(arrays, scale, layout, return_state, backend) if key_lengths is None else None
+    is_usual = key_lengths is None and out is None
+    signature = _signature(arrays, scale, layout, return_state, backend) if is_usual else None
     prepared = _prepared.get(signature)
     if prepared is not None:
         call = prepared.call_of(*arrays)
@@ -200,13 +203,16 @@ def gated_linear_attention(
         "state": state,
         "return_state": return_state,
         "layout": layout,
+        "out": out,
     }
     call, flat = checked_call(query, key, value, options)
     run = function("gated_linear_attention", call, backend)
     if signature is not None and not flat:
         _prepare(signature, call, run, arrays, layout)
     after = run(call, num_threads)
-    result = in_library_of(query, call.result)
+    if call.staged is not None:
+        call.result[...] = call.staged
+    result = in_library_of(query, call.result) if out is None else out
     if after is None:
         return result
     return result, in_library_of(query, after[0] if flat else after)
@@ -451,8 +457,11 @@ def _checked(
 
     decay, beta = gate("decay", True), gate("beta", False)
     lengths = None if key_lengths is None else _spread(check_key_lengths(key_lengths, lead, L), lead)
+    earlier = _state(options["state"], "state", (*lead, K, D, E), flat, dtype)
+    staged = None
     if grad_out is None:
-        result, _, out = room_for_out(inputs, None, {})
+        reads = {"decay": decay, "beta": beta, "state": earlier}
+        result, staged, out = room_for_out(inputs, options.get("out"), reads)
     else:
         result = out = as_result(host_array(as_array(grad_out, "grad_out"), "grad_out"), "grad_out", inputs)
     call = RecurrentCall(
@@ -462,12 +471,13 @@ def _checked(
         decay,
         beta,
         lengths,
-        _state(options["state"], "state", (*lead, K, D, E), flat, dtype),
+        earlier,
         dtype,
         1 / sqrt(D) if scale is None else check_finite(scale, "scale"),
         options["return_state"],
         out,
         result,
+        staged,
     )
     return call, flat
 

@@ -27,7 +27,8 @@ class RecurrentCall(NamedTuple):
     scale: float
     return_state: bool
     out: np.ndarray  #: ``(*lead, H, L, E)``; in a call for gradients the gradient with respect to it
-    result: np.ndarray  #: the same in the layout of the call
+    result: np.ndarray  #: the same in the layout of the call, as the caller gets it
+    staged: np.ndarray | None = None  #: what is filled in the place of `result`, see `room_for_out`
 
 
 class RecurrentBackward(NamedTuple):

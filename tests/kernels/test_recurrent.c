@@ -25,6 +25,29 @@ static void test_copied_tokens(void) {
     }
 }
 
+static void test_stable_tokens(void) {
+    const double margin = 0.25;
+    for (int round = 0; round < 200; round++) {
+        const int n = 1 + below(40), ld = lanes * (1 + below(4));
+        char *keys = tile(n, ld), *beta = tile(1, n);
+        int expected = n;
+        for (int t = n - 1; t >= 0; t--) {
+            long double square = 0;
+            fill_row(keys + (size_t)t * ld * size, ld, -1, 1);
+            if (below(60) == 0) put(keys, t * ld + below(ld), special(below(3)));
+            for (int d = 0; d < ld; d++) square += (long double)get(keys, t * ld + d) * get(keys, t * ld + d);
+            /* No closer to a bound than rounding of a sum is sure to be. */
+            const double within[] = {0, 1, 2, -0.24, 2.24}, beyond[] = {-0.26, 2.26, 1e9};
+            const int is_stable = below(20) > 0 && isfinite(square);
+            put(beta, t, (double)((is_stable ? within[below(5)] : beyond[below(3)]) / (isfinite(square) ? square : 1)));
+            if (!is_stable) expected = t;
+        }
+        const int found = (int)kernels->count_stable(keys, beta, ld, n, margin);
+        CHECK(found == expected, "%d tokens are stable, not %d", found, expected);
+        release();
+    }
+}
+
 static void test_exponentials(void) {
     const double reach = size == 8 ? 740 : 100;
     for (int round = 0; round < 200; round++) {
@@ -223,6 +246,7 @@ static void test_advance_token(void) {
 
 static void test_recurrent(void) {
     test_copied_tokens();
+    test_stable_tokens();
     test_exponentials();
     test_decay_columns();
     test_gate();

@@ -15,12 +15,14 @@
 # their results have columns of values as lanes, and read the packed tokens a panel at a time.
 
 cdef enum:
-    # A multiple of all lanes. 32, 64 and 96 take 1.03 to 1.10, 0.99 to 1.10 and 0.97 to 1.10 of the time: 16 heads of 128,
-    # one thread of a Xeon 2.5 GHz with AVX-512, 2026-11-27, interleaved.
-    RECURRENT_TOKENS = 48
+    # A multiple of all lanes. 16 and 48 take 1.09 to 1.13 and 1.04 to 1.07 of the time for 16 heads of 64, 1.05 to 1.10 and 0.99 to
+    # 1.00 for 16 of 128: AVX-512, two threads of Zen 5, 2026-11-29, interleaved.
+    RECURRENT_TOKENS = 32
     SUMMED_TOKENS = 96    # of a chunk that no query reads
     TOKEN_BLOCK = 16       # rows of scores that are worked on at once: the most of `substitute`
     STATE_ROWS = 32        # of a state, advanced at once: what is added to them stays in L1. Others were not measured.
+    # Bytes of a row that are prefetched together: what products with so many rows of results are sure to.
+    AHEAD_NBYTES = STATE_ROWS * PREFETCH_PER_COLUMN
     # No sum of decays of a column within a chunk is beyond it: its factors are within 2**+-47.
     DECAY_RANGE = 64
     # A decay beyond it makes every number of a state 0; a token with one begins a chunk, so that sums stay exact.
@@ -122,12 +124,14 @@ cdef struct RecurrentTiles:
     char *factors        # of rows of results
     char *ones           # by tokens, and by columns of values
     char **rows
+    char **ahead         # AHEAD_NBYTES of each of ahead_rows rows that are read soon, then the next of each
     Py_ssize_t *stops
     # The chunk.
     Py_ssize_t first, n
     Py_ssize_t n_lanes   # of the packed tokens, padded to vectors
     bint may_be_nonfinite  # a key or value but those of the first
     bint is_empty        # the state is 0
+    Py_ssize_t n_ahead, ahead_rows
     # The task.
     Py_ssize_t column, n_columns, width  # columns of values; their number padded to vectors
 
@@ -135,6 +139,11 @@ cdef struct RecurrentTiles:
 cdef inline Py_ssize_t odd_lines(Py_ssize_t n, Py_ssize_t itemsize) noexcept nogil:
     """n elements padded to an odd number of cache lines."""
     return ((n * itemsize + 63) // 64 | 1) * (64 // itemsize)
+
+
+cdef inline Py_ssize_t most_ahead(const Recurrent *n) noexcept nogil:
+    """Entries of a row in `ahead`."""
+    return (max(n.features, n.columns) * <Py_ssize_t>sizeof(double) + 63) // AHEAD_NBYTES + 1
 
 
 cdef Py_ssize_t set_recurrent_tiles(const Recurrent *n, char *base, RecurrentTiles *t) noexcept nogil:
@@ -176,7 +185,9 @@ cdef Py_ssize_t set_recurrent_tiles(const Recurrent *n, char *base, RecurrentTil
     t.factors = take(&at, tokens * size)
     t.ones = take(&at, max(tokens, n.values_ld) * size)
     t.rows = <char **>take(&at, tokens * sizeof(char *))
+    t.ahead = <char **>take(&at, n.tokens * most_ahead(n) * sizeof(char *))
     t.stops = <Py_ssize_t *>take(&at, max(tokens, max(n.ld, n.columns)) * sizeof(Py_ssize_t))
+    t.n_ahead = t.ahead_rows = 0
     return at - base
 
 
@@ -199,6 +210,10 @@ cdef bint load_item_rows(const fastattn_kernels *kernels, Py_ssize_t itemsize, c
     row 0 is NaN or inf."""
     cdef Py_ssize_t i
     cdef bint swapped = (rows.storage & SWAPPED) != 0
+    if ld == 1 and not rows.storage:
+        for i in range(n_rows):
+            set_real(to + i * itemsize, get_real(at + i * rows.row, itemsize), itemsize)
+        return True
     if ld == 1:
         kernels.load_row(to, at, rows.row, n_rows, rows.storage & STORAGE, swapped, NULL, 0)
         return True
@@ -235,6 +250,25 @@ cdef void convert_numbers(char *to, Py_ssize_t to_size, const char *at, Py_ssize
     else:
         for i in range(n):
             (<float *>to)[i] = <float>(<const double *>at)[i]
+
+
+cdef void look_ahead(const Recurrent *n, RecurrentTiles *t, const ItemRows *rows, Py_ssize_t item, Py_ssize_t head,
+                     Py_ssize_t first, Py_ssize_t stop, Py_ssize_t column, Py_ssize_t n_cols) noexcept nogil:
+    """Lists columns of rows, n.tokens at most, for the next products to prefetch: whole lines of the cache, as rows seldom begin
+    with one. The last piece of a row overlaps that before it, and no other row."""
+    cdef Py_ssize_t i, at = 0, nbytes = fastattn_stored_size(rows.storage & STORAGE, n.itemsize)
+    cdef char *row = item_row(rows, item, head, first) + column * rows.col
+    cdef Py_ssize_t before = <Py_ssize_t>(<size_t>row & 63)
+    t.ahead_rows = max(<Py_ssize_t>0, min(n.tokens, stop - first))
+    t.n_ahead = 0
+    if rows.col != nbytes:
+        return
+    nbytes = (before + n_cols * nbytes + 63) // 64 * 64
+    while at < nbytes:
+        for i in range(t.ahead_rows):
+            t.ahead[t.n_ahead + i] = row - before + max(<Py_ssize_t>0, min(at, nbytes - AHEAD_NBYTES)) + i * rows.row
+        t.n_ahead += t.ahead_rows
+        at += AHEAD_NBYTES
 
 
 # The state -----------------------------------------------------------------------------------------------
@@ -323,19 +357,12 @@ cdef void load_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py
 cdef void cut_chunk(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     """Ends the chunk before a token that has to begin one."""
     cdef Py_ssize_t i, size = n.itemsize
-    cdef const char *row
-    cdef double rate
     if t.may_be_nonfinite:
         t.n = find_nonfinite(n, t.keys, n.ld, t.n)
         t.n = find_nonfinite(n, t.values, n.values_ld, t.n)
     if n.has_beta:
         t.n = find_nonfinite(n, t.beta, 1, t.n)
-        for i in range(t.n):
-            row = t.keys + i * n.ld * size
-            rate = get_real(t.beta + i * size, size) * n.kernels.dot(row, row, n.ld)
-            if not -GROWTH_MARGIN <= rate <= 2 + GROWTH_MARGIN:
-                t.n = max(i, 1)
-                break
+        t.n = max(<Py_ssize_t>1, n.kernels.count_stable(t.keys, t.beta, n.ld, t.n, GROWTH_MARGIN))
     if n.has_columns:
         t.n = n.kernels.sum_decays(t.up, t.down, t.decays, n.ld, t.n, n.ld, DECAY_RANGE)
     elif n.has_token_decay:
@@ -370,7 +397,7 @@ cdef void sum_token_decays(const Recurrent *n, RecurrentTiles *t) noexcept nogil
     n.kernels.exponentials(t.starts, t.starts, t.ends, padded)
     n.kernels.exponentials(t.ends, t.rest_high, t.rest_low, padded)
     for i in range(n.features):
-        memcpy(t.before + i * size, t.starts + (t.n - 1) * size, size)
+        set_real(t.before + i * size, get_real(t.starts + (t.n - 1) * size, size), size)
 
 
 cdef void decay_tokens(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
@@ -408,7 +435,8 @@ cdef void ask_state(const Recurrent *n, RecurrentTiles *t, char *to, Py_ssize_t 
     set_values(n, &values, t.asked, t.n_lanes * n.itemsize)
     for v in range(vectors):
         t.stops[v] = n.features
-    n.kernels.accumulate(to, t.rounded, NULL, n.values_ld, <int>vectors, &values, t.stops, KEY_CHUNK, n_rows, NULL, 0, 0)
+    n.kernels.accumulate(to, t.rounded, NULL, n.values_ld, <int>vectors, &values, t.stops, KEY_CHUNK, n_rows,
+                         <const char *const *>t.ahead, t.n_ahead, AHEAD_NBYTES)
 
 
 cdef void score_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t seen, const char *factor, const char *next,
@@ -436,7 +464,7 @@ cdef void add_scored(const Recurrent *n, RecurrentTiles *t, char *to, Py_ssize_t
                          KEY_CHUNK, min(<Py_ssize_t>TOKEN_BLOCK, t.n - start), NULL, 0, 0)
 
 
-cdef void apply_delta_rule(const Recurrent *n, RecurrentTiles *t, const char *next) noexcept nogil:
+cdef void apply_delta_rule(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     """t.added = beta times what is left of the values after the answers of the state, which earlier tokens change. The answers are
     added up from the oldest on, and values come last: most of the roundings are then those of small sums."""
     cdef Py_ssize_t size = n.itemsize, i, start = 0
@@ -451,7 +479,7 @@ cdef void apply_delta_rule(const Recurrent *n, RecurrentTiles *t, const char *ne
         set_real(t.rates + i * size, rate, size)
         set_real(t.factors + i * size, rate * get_real(t.starts + i * size, size) if n.has_token_decay else rate, size)
     pack_tokens(n, t, t.n, size, 1)
-    score_tokens(n, t, 0, t.rates, next, n.key.row, n.features * n.key.col)
+    score_tokens(n, t, 0, t.rates, NULL, 0, 0)
     ask_state(n, t, t.added, t.n)
     n.kernels.scale_rows(t.added, t.added, t.factors, n.values_ld, t.n, t.width)
     while start < t.n:
@@ -529,7 +557,7 @@ cdef void attend_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, 
 
 cdef void add_tokens(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     """Adds what the chunk adds to the state."""
-    cdef Py_ssize_t size = n.itemsize, vectors = t.width // n.kernels.lanes, v, d = 0, n_rows
+    cdef Py_ssize_t size = n.itemsize, vectors = t.width // n.kernels.lanes, v, d = 0, n_rows, at = 0, n_ahead
     cdef fastattn_values values
     if n.has_token_decay:
         n.kernels.scale_rows(t.faded, t.added, t.ends, n.values_ld, t.n, t.width)
@@ -538,7 +566,10 @@ cdef void add_tokens(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     while d < n.features:
         n_rows = min(<Py_ssize_t>STATE_ROWS, n.features - d)
         set_values(n, &values, t.lowered + d * size, n.ld * size)
-        n.kernels.accumulate(t.part, t.faded, NULL, n.values_ld, <int>vectors, &values, t.stops, KEY_CHUNK, n_rows, NULL, 0, 0)
+        n_ahead = min(t.ahead_rows, t.n_ahead - at)
+        n.kernels.accumulate(t.part, t.faded, NULL, n.values_ld, <int>vectors, &values, t.stops, KEY_CHUNK, n_rows,
+                             <const char *const *>t.ahead + at, n_ahead, AHEAD_NBYTES)
+        at += n_ahead
         n.kernels.advance_sums(t.sums + d * n.values_ld, t.rounded + d * n.values_ld * size, t.part,
                                t.before + d * size if n.has_columns or n.has_token_decay else NULL,
                                t.after + d * size if n.has_columns else NULL, n.values_ld, n_rows, t.width)
@@ -611,7 +642,8 @@ cdef void attend_positions(const Recurrent *n, RecurrentTiles *t, Py_ssize_t ite
             decay_tokens(n, t)
             if not n.has_beta:
                 break
-            apply_delta_rule(n, t, item_row(&n.key, key_item, kv, first + t.n))
+            look_ahead(n, t, &n.query, item, kv * n.group, first, first + t.n, 0, n.features)
+            apply_delta_rule(n, t)
             overflows = find_nonfinite(n, t.added, n.values_ld, t.n)
             if overflows == t.n:
                 break
@@ -622,7 +654,9 @@ cdef void attend_positions(const Recurrent *n, RecurrentTiles *t, Py_ssize_t ite
             t.n = overflows
             if n.has_columns:
                 n.kernels.sum_decays(t.up, t.down, t.decays, n.ld, t.n, n.ld, DECAY_RANGE)
+        look_ahead(n, t, &n.value, key_item, kv, first + t.n, last, t.column, t.n_columns)
         attend_tokens(n, t, item, kv, first, first + t.n, True)
+        look_ahead(n, t, &n.key, key_item, kv, first + t.n, last, 0, n.features)
         add_tokens(n, t)
         first += t.n
     attend_tokens(n, t, item, kv, first, stop, False)

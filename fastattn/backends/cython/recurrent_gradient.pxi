@@ -211,7 +211,7 @@ cdef void advance_chunk(const Recurrent *n, GradientTiles *g, Py_ssize_t item, P
     begin_chunk(n, t)
     if n.has_beta:
         round_state(n, t)
-        apply_delta_rule(n, t, t.keys)
+        apply_delta_rule(n, t)
     add_tokens(n, t)
 
 

@@ -48,7 +48,10 @@ class Fastattn(Peer):
     def __init__(self) -> None:
         self.ways = {"attention": self._attention, "attention, out=": self._attention_out}
         self.backward_ways = {"attention_backward": self._backward}
-        self.recurrent_ways = {"gated_linear_attention": self._recurrence}
+        self.recurrent_ways = {
+            "gated_linear_attention": self._recurrence,
+            "gated_linear_attention, out=": self._recurrence_out,
+        }
         self.reduction_ways = {"reduction": self._reduction}
 
     def _attention(self, case: Case, inputs: Inputs) -> Call:
@@ -84,10 +87,14 @@ class Fastattn(Peer):
 
         return Call(run, result)
 
-    def _recurrence(self, case: Case, inputs: Inputs) -> Call:
+    def _recurrence_out(self, case: Case, inputs: Inputs) -> Call:
+        shape = *inputs.query.shape[:-1], case.value_dim
+        return self._recurrence(case, inputs, np.empty(shape, numpy_dtype(case.dtype)))
+
+    def _recurrence(self, case: Case, inputs: Inputs, out: np.ndarray | None = None) -> Call:
         given: tuple[Any, Any, Any] = inputs.query, inputs.key, inputs.value
         options: dict[str, Any] = {"decay": inputs.decay, "beta": inputs.beta, "state": inputs.state}
-        options |= {"return_state": True, "layout": case.layout}
+        options |= {"return_state": True, "layout": case.layout, "out": out}
         options["backend"] = host.default_backend()  # which `attention` alone asks for
 
         def run() -> tuple[np.ndarray, np.ndarray]:

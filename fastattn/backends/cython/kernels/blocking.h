@@ -51,15 +51,15 @@
 #define PREFETCH_PACKED 8 /* of V while it is packed */
 
 /* Splits the vectors of a block from `first` on into groups of `width` vectors, 2 or 3, as a register tile has; the
- * last may have fewer. BODY(V, unit, i) runs the group of V vectors from the i-th. */
+ * last may have fewer, but of four vectors none is alone, as its tile would have a load for each multiply-add.
+ * BODY(V, unit, i) runs the group of V vectors from the i-th. */
 #define EACH_GROUP(BODY, width, unit, first)                                                                   \
     do {                                                                                                       \
         int i = first;                                                                                         \
-        for (; n_vectors - i >= width; i += width) BODY(width, unit, i);                                       \
-        if (width == 3 && n_vectors - i == 2)                                                                  \
-            BODY(2, unit, i);                                                                                  \
-        else if (n_vectors - i == 1)                                                                           \
-            BODY(1, unit, i);                                                                                  \
+        for (; n_vectors - i >= width && (width < 3 || n_vectors - i != 4); i += width) BODY(width, unit, i);  \
+        if (width == 3)                                                                                        \
+            for (; n_vectors - i >= 2; i += 2) BODY(2, unit, i);                                               \
+        if (n_vectors - i == 1) BODY(1, unit, i);                                                              \
     } while (0)
 
 /* Rows to prefetch, of nbytes each; 0: none. */

@@ -240,6 +240,9 @@ typedef struct {
      * Returns whether a row but row 0 has NaN or inf. */
     int (*copy_rows)(void *to, ptrdiff_t ld, const char *from, ptrdiff_t row, ptrdiff_t n, ptrdiff_t n_cols);
 
+    /* The first of n rows of keys whose product with itself, times its beta, is not within 0 - margin and 2 + margin, or n. */
+    ptrdiff_t (*count_stable)(const void *keys, const void *beta, ptrdiff_t ld, ptrdiff_t n, double margin);
+
     /* to[i] = exp(high[i] + low[i]), i < n, a multiple of `lanes`. */
     void (*exponentials)(void *to, const void *high, const void *low, ptrdiff_t n);
 

@@ -55,6 +55,17 @@ static void exponentials(void *to, const void *high, const void *low, ptrdiff_t 
     }
 }
 
+static ptrdiff_t count_stable(const void *keys, const void *beta, ptrdiff_t ld, ptrdiff_t n, double margin) {
+    for (ptrdiff_t t = 0; t < n; t++) {
+        const REAL *const row = (const REAL *)keys + t * ld;
+        VEC sum = {};
+        for (ptrdiff_t d = 0; d < ld; d += LANES) sum += load(row + d) * load(row + d);
+        const REAL rate = ((const REAL *)beta)[t] * sum_lanes(sum)[0];
+        if (!(rate >= (REAL)-margin && rate <= (REAL)(2 + margin))) return t;
+    }
+    return n;
+}
+
 /* (high, low) += x, with Knuth's TwoSum: the error of the sum of high goes into low. */
 INLINE void add_exactly(VEC *high, VEC *low, VEC x) {
     const VEC sum = *high + x, other = sum - *high;

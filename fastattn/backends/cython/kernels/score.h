@@ -97,10 +97,14 @@ static void score(void *s, void *tile_max, const void *q, ptrdiff_t ld, int n_ve
             const REAL *const columns = (const REAL *)q + start * ld;
             REAL *const top = is_last ? tile_max : NULL;
             ptrdiff_t from = j;
-            if (BLOCK_VECTORS == SCORE_VECTORS && n_vectors <= NARROW_VECTORS)
+            if (BLOCK_VECTORS == SCORE_VECTORS && n_vectors <= NARROW_VECTORS) {
                 from = score_narrow(s, top, columns, ld, n_vectors, k + start * k_col, j,
                                     stops[0] < stop ? stops[0] : stop, n_cols, k_row, k_col, start == 0,
                                     ahead);
+                if (n_vectors == 2 && from >= stops[0])
+                    from = score_narrow((REAL *)s + LANES, top ? top + LANES : NULL, columns + LANES, ld, 1,
+                                        k + start * k_col, from, stop, n_cols, k_row, k_col, start == 0, ahead);
+            }
             score_columns(s, top, columns, ld, n_vectors, k + start * k_col, stops, from, stop, n_cols, k_row,
                           k_col, start == 0, ahead);
         }

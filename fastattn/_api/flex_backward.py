@@ -155,14 +155,21 @@ def flex_attention_backward(
     if "aux" in backward.wrt and score is None:
         raise ValueError("wrt names aux, which a score_mod reads, and there is none")
     room: tuple[np.ndarray | None, ...] = ()
+    read: list[np.ndarray] = []
     if "aux" in backward.wrt:
-        room = tuple(np.zeros(x.shape) if x.dtype.kind == "f" else None for x in aux)
+        read = [np.asarray(on_host(x)) for x in given["aux"]]
+        room = tuple(
+            np.zeros(x.shape, np.float32 if of.dtype == np.float32 else np.float64)
+            if x.dtype.kind == "f"
+            else None
+            for x, of in zip(aux, read, strict=True)
+        )
     backward = backward._replace(score_grad=slope, grad_aux=room)
     found = differentiate(backward, given, completed["layout"] == "bshd")
     of_aux = None
     if "aux" in backward.wrt:
         of_aux = tuple(
-            None if x is None else in_library_of(query, as_given(x, np.asarray(on_host(of)), False))
-            for x, of in zip(room, given["aux"], strict=True)
+            None if x is None else in_library_of(query, as_given(x, of, False))
+            for x, of in zip(room, read, strict=True)
         )
     return FlexGradients(*found, of_aux)

@@ -60,7 +60,8 @@ class Backward(NamedTuple):
     bias: tuple[Sums, ...]  #: what the gradient of each part of the bias is made of
     query_factors: np.ndarray | None  #: ``(H,)``, by which the caller's query was multiplied
     score_grad: Mod | None = None  #: the derivative of the problem's score_mod, where the caller gives it
-    #: Of each of `aux`, float64 zeros of its shape to be filled; None where there is no gradient
+    #: Of each of `aux`, zeros of its shape to be filled, which are float32 where it is and float64 for all
+    #: others; None where there is no gradient
     grad_aux: tuple[np.ndarray | None, ...] = ()
 
     @property

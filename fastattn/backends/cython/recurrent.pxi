@@ -124,14 +124,14 @@ cdef struct RecurrentTiles:
     char *factors        # of rows of results
     char *ones           # by tokens, and by columns of values
     char **rows
-    char **ahead         # AHEAD_NBYTES of each of ahead_rows rows that are read soon, then the next of each
+    char **ahead         # rows that are read soon: ahead_nbytes of each, then the next of each
     Py_ssize_t *stops
     # The chunk.
     Py_ssize_t first, n
     Py_ssize_t n_lanes   # of the packed tokens, padded to vectors
     bint may_be_nonfinite  # a key or value but those of the first
     bint is_empty        # the state is 0
-    Py_ssize_t n_ahead, ahead_rows
+    Py_ssize_t n_ahead, ahead_rows, ahead_nbytes
     # The task.
     Py_ssize_t column, n_columns, width  # columns of values; their number padded to vectors
 
@@ -187,7 +187,7 @@ cdef Py_ssize_t set_recurrent_tiles(const Recurrent *n, char *base, RecurrentTil
     t.rows = <char **>take(&at, tokens * sizeof(char *))
     t.ahead = <char **>take(&at, n.tokens * most_ahead(n) * sizeof(char *))
     t.stops = <Py_ssize_t *>take(&at, max(tokens, max(n.ld, n.columns)) * sizeof(Py_ssize_t))
-    t.n_ahead = t.ahead_rows = 0
+    t.n_ahead = t.ahead_rows = t.ahead_nbytes = 0
     return at - base
 
 
@@ -255,7 +255,7 @@ cdef void convert_numbers(char *to, Py_ssize_t to_size, const char *at, Py_ssize
 cdef void look_ahead(const Recurrent *n, RecurrentTiles *t, const ItemRows *rows, Py_ssize_t item, Py_ssize_t head,
                      Py_ssize_t first, Py_ssize_t stop, Py_ssize_t column, Py_ssize_t n_cols) noexcept nogil:
     """Lists columns of rows, n.tokens at most, for the next products to prefetch: whole lines of the cache, as rows seldom begin
-    with one. The last piece of a row overlaps that before it, and no other row."""
+    with one, and all pieces as long; the last of a row may overlap that before."""
     cdef Py_ssize_t i, at = 0, nbytes = fastattn_stored_size(rows.storage & STORAGE, n.itemsize)
     cdef char *row = item_row(rows, item, head, first) + column * rows.col
     cdef Py_ssize_t before = <Py_ssize_t>(<size_t>row & 63)
@@ -264,9 +264,10 @@ cdef void look_ahead(const Recurrent *n, RecurrentTiles *t, const ItemRows *rows
     if rows.col != nbytes:
         return
     nbytes = (before + n_cols * nbytes + 63) // 64 * 64
+    t.ahead_nbytes = min(<Py_ssize_t>AHEAD_NBYTES, nbytes)
     while at < nbytes:
         for i in range(t.ahead_rows):
-            t.ahead[t.n_ahead + i] = row - before + max(<Py_ssize_t>0, min(at, nbytes - AHEAD_NBYTES)) + i * rows.row
+            t.ahead[t.n_ahead + i] = row - before + min(at, nbytes - t.ahead_nbytes) + i * rows.row
         t.n_ahead += t.ahead_rows
         at += AHEAD_NBYTES
 
@@ -436,7 +437,7 @@ cdef void ask_state(const Recurrent *n, RecurrentTiles *t, char *to, Py_ssize_t 
     for v in range(vectors):
         t.stops[v] = n.features
     n.kernels.accumulate(to, t.rounded, NULL, n.values_ld, <int>vectors, &values, t.stops, KEY_CHUNK, n_rows,
-                         <const char *const *>t.ahead, t.n_ahead, AHEAD_NBYTES)
+                         <const char *const *>t.ahead, t.n_ahead, t.ahead_nbytes)
 
 
 cdef void score_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t seen, const char *factor, const char *next,
@@ -568,7 +569,7 @@ cdef void add_tokens(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
         set_values(n, &values, t.lowered + d * size, n.ld * size)
         n_ahead = min(t.ahead_rows, t.n_ahead - at)
         n.kernels.accumulate(t.part, t.faded, NULL, n.values_ld, <int>vectors, &values, t.stops, KEY_CHUNK, n_rows,
-                             <const char *const *>t.ahead + at, n_ahead, AHEAD_NBYTES)
+                             <const char *const *>t.ahead + at, n_ahead, t.ahead_nbytes)
         at += n_ahead
         n.kernels.advance_sums(t.sums + d * n.values_ld, t.rounded + d * n.values_ld * size, t.part,
                                t.before + d * size if n.has_columns or n.has_token_decay else NULL,

@@ -11,13 +11,13 @@ PyPI's packages. The table has registers, bytes of stack and of shared memory, b
 - partial: instructions for a tile that masks cut;
 - TB/s: keys and values per second where accesses to shared memory are the limit, at 132 x 1.755 GHz.
 
-The key loop is the largest backward branch around multiply-adds. Of the loops around them in it, the first
-has the scores, the others the values; how often each runs follows from the multiply-adds of a tile. Loops
-that only read shared memory are those of masks over a thread's rows. Of all paths through a loop, those with
-the most multiply-adds, 16-byte loads and stores to shared memory are taken, and of these the shortest for a
-full tile, and the longest for a partial one: without innermost loops that branch, which are for nonfinite
-values, nor other loops without products of tensor cores, where these multiply. An access to shared memory
-counts once, as threads read adjacent or equal elements of float32, but a 16-byte store four times.
+The key loop is the largest backward branch around the most multiply-adds. Of the loops around them in it, the
+first has the scores, the others the values; how often each runs follows from the multiply-adds of a tile.
+Loops that only read shared memory are those of masks over a thread's rows. Of all paths through a loop, those
+with the most multiply-adds, 16-byte loads and stores to shared memory are taken, and of these the shortest
+for a full tile, and the longest for a partial one: without innermost loops that branch, which are for
+nonfinite values, nor other loops without products of tensor cores, where these multiply. An access to shared
+memory counts once, as threads read adjacent or equal elements of float32, but a 16-byte store four times.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Code:
             first = self.labels[label]
             if 0 <= first <= at and any(cost.fma or cost.shared for cost in self.costs[first : at + 1]):
                 self.loops[first] = max(at, self.loops.get(first, 0))
-        self.key_loop = max(self.loops, key=lambda first: self.loops[first] - first)
+        self.key_loop = max(self.loops, key=self._size)
         end = self.loops[self.key_loop]
         # What threads of a warp that part do stands behind the loop, and jumps back into it.
         for first in [first for first, last in self.loops.items() if self.key_loop < first <= end < last]:
@@ -160,6 +160,10 @@ class Code:
 
     def _inside(self, first: int) -> list[Cost]:
         return self.costs[first : self.loops[first] + 1]
+
+    def _size(self, first: int) -> tuple[float, int]:
+        """Multiply-adds of a loop, and its length."""
+        return sum(cost.fma for cost in self._inside(first)), self.loops[first] - first
 
     def tile(self, is_full: bool) -> Cost:
         """One pass of the key loop."""

@@ -936,3 +936,32 @@ def test_it_prints():
         "FlexGradients(query=<float32 (2, 17, 16)>, key=None, value=None, bias=None, sinks=None, "
         "aux=(<float64 (2,)>,))"
     )
+
+
+@pytest.mark.parametrize("rows", [300, 7000], ids=["many sums", "two sums"])
+def test_gradients_of_aux_are_rounded_once_and_may_overflow(rows):
+    """In float32 and float16 from sums in float64, without a warning. Of 90,000 sums some are so close to the
+    middle between two numbers of float16 that in float32 they are there."""
+    query, key, value = random_arrays(heads=8, len_q=300, len_k=300, value_dim=9, dtype=np.float32)
+    grad_out = np.random.default_rng(0).standard_normal((*query.shape[:-1], 9), dtype=np.float32)
+
+    def shifted(score, b, h, i, j, table):
+        return score * (1 + table[i, j])
+
+    def gradient(dtype, factor=1):
+        table = np.zeros((rows, 300), dtype)
+        options = {"score_mod": shifted, "aux": (table,)}
+        out, lse = fastattn.flex_attention(query, key, value, return_lse=True, **options)
+        found = fastattn.flex_attention_backward(
+            grad_out * np.float32(factor), query, key, value, out, lse, wrt=("aux",), **options
+        )
+        assert found.aux[0].dtype == dtype
+        return found.aux[0][:300]
+
+    exact = gradient(np.float64)
+    assert (exact.astype(np.float16) != exact.astype(np.float32).astype(np.float16)).any()
+    for dtype in (np.float32, np.float16):
+        assert_same_bits(gradient(dtype), exact.astype(dtype))
+    with np.errstate(all="raise"):
+        assert np.isinf(gradient(np.float16, 1e6)).any()
+        assert np.isinf(gradient(np.float32, 2e37)).any()

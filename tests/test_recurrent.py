@@ -280,6 +280,33 @@ def test_the_bits_do_not_depend_on_the_layout(backend):
     assert_same_bits(again.swapaxes(0, 1), out)
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("D, E", [(16, 20), (64, 64)])
+def test_heads_that_take_turns(run, rule, D, E):
+    """Chunks of heads that are beside each other in memory take turns, and may end anywhere."""
+    arrays, gates = inputs(rule, (2,), 22, 11, 150, D, E)
+    _, key, value = arrays
+    key[0, 3, 40, 2] = np.inf
+    value[0, 4, 70, 1] = np.nan
+    value[1, 7, 5] = 3e38  # what the delta rule adds then overflows
+    key[1, 7, :10] = np.float32(D**-0.5)
+    if "decay" in gates:
+        gates["decay"][0, 5, 33] = gates["decay"][0, 9, 90] = -2000
+        gates["decay"][1, 2:6] *= 40
+    if "beta" in gates:
+        gates["beta"][0, 1, 17:19] = 5
+    options = {
+        "state": np.ones((2, 11, D, E), np.float32), "key_lengths": np.array([150, 101]), "return_state": True
+    }  # fmt: skip
+    expected, state = run(*arrays, **gates, **options)
+    swapped = [np.ascontiguousarray(x.swapaxes(-3, -2)) for x in arrays]
+    turned = {name: np.ascontiguousarray(x.swapaxes(1, 2)) for name, x in gates.items()}
+    for num_threads in (1, 2):
+        out, after = run(*swapped, **turned, **options, layout="bshd", num_threads=num_threads)
+        assert_same_bits(out.swapaxes(-3, -2), expected)
+        assert_same_bits(after, state)
+
+
 @pytest.mark.parametrize("backend", ["cython", "reference"])
 @pytest.mark.parametrize("L", [1, 100])
 @pytest.mark.parametrize("memory", MEMORY_LAYOUTS)

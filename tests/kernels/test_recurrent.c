@@ -25,6 +25,23 @@ static void test_copied_tokens(void) {
     }
 }
 
+static void test_stored_tokens(void) {
+    for (int round = 0; round < 100; round++) {
+        const int n = 1 + below(6), n_cols = 1 + below(5 * lanes), ld = (n_cols + lanes - 1) / lanes * lanes + lanes * below(2);
+        const int row = (n_cols + below(3)) * size, nbytes = (n - 1) * row + n_cols * size;
+        char *from = tile(n, ld), *to = take(nbytes, size, 0), *was = take(nbytes, size, 0);
+        for (int i = 0; i < n * ld; i++) put(from, i, uniform(-1, 1));
+        memset(to, 7, (size_t)nbytes), memset(was, 7, (size_t)nbytes);
+        kernels->store_rows(to, row, from, ld, n, n_cols);
+        for (int i = 0; i < n; i++)
+            for (int c = 0; (i * row + c * size) < nbytes && c * size < row; c++) {
+                const double got = get(to + i * row, c), x = c < n_cols ? get(from, i * ld + c) : get(was, 0);
+                CHECK(got == x, "a stored number is " NUMBER ", not " NUMBER, got, x);
+            }
+        release();
+    }
+}
+
 static void test_stable_tokens(void) {
     const double margin = 0.25;
     for (int round = 0; round < 200; round++) {
@@ -117,32 +134,56 @@ static void test_decay_columns(void) {
     }
 }
 
-static void test_gate(void) {
+/* Where the keys of each vector of lanes end: no earlier than those before. */
+static ptrdiff_t *random_stops(int vectors, int ld) {
+    ptrdiff_t *stops = (ptrdiff_t *)take(vectors * (ptrdiff_t)sizeof *stops, 64, 0);
+    for (int v = 0; v < vectors; v++) stops[v] = v ? stops[v - 1] + below((int)(ld - stops[v - 1]) + 1) : below(ld + 1);
+    return stops;
+}
+
+static void test_weigh_tokens(void) {
     for (int round = 0; round < 60; round++) {
-        const int vectors = 1 + below(4), ld = vectors * lanes, has_decay = below(2), has_factor = below(2), seen = below(2);
-        char *s = tile(ld, ld), *was = tile(ld, ld), *factor = tile(1, ld), *high = tile(1, ld), *low = tile(1, ld);
-        ptrdiff_t *stops = (ptrdiff_t *)take(vectors * (ptrdiff_t)sizeof *stops, 64, 0);
-        for (int i = 0; i < ld * ld; i++) put(s, i, below(9) ? uniform(-3, 3) : special(below(3)));
-        memcpy(was, s, (size_t)(ld * ld * size));
-        fill_row(factor, ld, -1, 1), fill_row(high, ld, -40, 0), fill_row(low, ld, -1e-9, 1e-9);
-        for (int v = 0; v < vectors; v++) stops[v] = v ? stops[v - 1] + below((int)(ld - stops[v - 1]) + 1) : below(ld + 1);
-        kernels->gate(s, ld, stops, seen, has_factor ? factor : NULL, has_decay ? high : NULL, low);
+        const int vectors = 1 + below(4), ld = vectors * lanes;
+        char *w = tile(ld, ld), *high = tile(1, ld), *low = tile(1, ld);
+        ptrdiff_t *stops = random_stops(vectors, ld);
+        for (int i = 0; i < ld * ld; i++) put(w, i, 7);
+        fill_row(high, ld, -40, 0), fill_row(low, ld, -1e-9, 1e-9);
+        kernels->weigh_tokens(w, ld, stops, high, low);
         for (int lane = 0; lane < ld; lane++)
             for (int j = 0; j < ld; j++) {
-                const double got = get(s, j * ld + lane), old = get(was, j * ld + lane);
-                long double exact = (long double)old * (has_factor ? get(factor, lane) : 1), x = 0;
-                if (j >= stops[lane / lanes]) {
-                    CHECK(got == old || isnan(old), "a score past the stop is " NUMBER, got);
-                    continue;
-                }
-                if (j >= lane + seen) {
-                    CHECK(got == 0, "a later key has " NUMBER, got);
+                const double got = get(w, j * ld + lane);
+                if (j >= stops[lane / lanes] || j > lane) {
+                    CHECK(got == (j >= stops[lane / lanes] ? 7 : 0), "a weight that is not asked for is " NUMBER, got);
                     continue;
                 }
                 /* The difference is rounded, so that a large exponential has some ULPs more. */
-                if (has_decay) x = (long double)get(high, lane) + get(low, lane) - get(high, j) - get(low, j);
-                exact *= expl(x);
-                CHECK(isfinite(exact) ? ulps(got, exact) <= 8 + fabsl(x) : !isfinite(got), "the score is " NUMBER ", not %Lg", got, exact);
+                const long double x = (long double)get(high, lane) + get(low, lane) - get(high, j) - get(low, j);
+                CHECK(ulps(got, expl(x)) <= 8 + fabsl(x), "the weight is " NUMBER ", not %Lg", got, expl(x));
+            }
+        release();
+    }
+}
+
+static void test_gate(void) {
+    for (int round = 0; round < 60; round++) {
+        const int vectors = 1 + below(4), ld = vectors * lanes, has_weights = below(2), has_factor = below(2), seen = below(2);
+        char *s = tile(ld, ld), *was = tile(ld, ld), *factor = tile(1, ld), *weights = tile(ld, ld);
+        ptrdiff_t *stops = random_stops(vectors, ld);
+        for (int i = 0; i < ld * ld; i++) put(s, i, below(9) ? uniform(-3, 3) : special(below(3))), put(weights, i, uniform(0, 1));
+        memcpy(was, s, (size_t)(ld * ld * size));
+        fill_row(factor, ld, -1, 1);
+        kernels->gate(s, ld, stops, seen, has_factor ? factor : NULL, has_weights ? weights : NULL);
+        for (int lane = 0; lane < ld; lane++)
+            for (int j = 0; j < ld; j++) {
+                const double got = get(s, j * ld + lane), old = get(was, j * ld + lane);
+                const long double exact = (long double)old * (has_factor ? get(factor, lane) : 1)
+                                          * (has_weights ? get(weights, j * ld + lane) : 1);
+                if (j >= stops[lane / lanes])
+                    CHECK(got == old || isnan(old), "a score past the stop is " NUMBER, got);
+                else if (j >= lane + seen)
+                    CHECK(got == 0, "a later key has " NUMBER, got);
+                else
+                    CHECK(isfinite(exact) ? ulps(got, exact) <= 2 : !isfinite(got), "the score is " NUMBER ", not %Lg", got, exact);
             }
         release();
     }
@@ -157,7 +198,8 @@ static void test_substitute(void) {
             fill_row(rate, n, 0, 2);
             for (int i = 0; i < n * s_ld; i++) put(s, i, uniform(-1, 1));
             memcpy(was, u, (size_t)(n * ld * size));
-            kernels->substitute(u, v, rate, ld, s, s_ld, n, n_cols);
+            const int found = kernels->substitute(u, v, rate, ld, s, s_ld, n, n_cols);
+            CHECK(!found, "found a nonfinite number of finite ones");
             for (int e = 0; e < ld; e++)
                 for (int t = 0; t < n; t++) {
                     long double exact = get(was, t * ld + e), sum = fabsl(exact);
@@ -171,6 +213,8 @@ static void test_substitute(void) {
                     }
                     CHECK(fabsl(get(u, t * ld + e) - exact) <= 16 * unit * sum, "row %d is " NUMBER ", not %Lg", t, get(u, t * ld + e), exact);
                 }
+            put(v, below(n) * ld + below(n_cols), special(below(3)));
+            CHECK(kernels->substitute(was, v, rate, ld, s, s_ld, n, n_cols), "did not find a nonfinite number");
             release();
         }
 }
@@ -246,9 +290,11 @@ static void test_advance_token(void) {
 
 static void test_recurrent(void) {
     test_copied_tokens();
+    test_stored_tokens();
     test_stable_tokens();
     test_exponentials();
     test_decay_columns();
+    test_weigh_tokens();
     test_gate();
     test_substitute();
     test_rows_of_tokens();

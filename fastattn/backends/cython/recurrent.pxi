@@ -27,6 +27,11 @@ cdef enum:
     DECAY_RANGE = 64
     # A decay beyond it makes every number of a state 0; a token with one begins a chunk, so that sums stay exact.
     DECAY_MOST = 1000
+    # Heads beside each other in memory take turns, a chunk of each: rows of several are then read from a page of memory before
+    # the next. 4 of 64 take 0.90 of the time of one after another in 16,384 tokens, 1.00 in 1,024, 8 of 32 take 0.92, 4 of 128
+    # take 1.00: two threads of Zen 5, "bshd", 2026-11-29, interleaved.
+    MOST_HEADS = 8
+    HEADS_NBYTES = 1 << 18 # of their states
     FEW_TOKENS = 4         # are added one after another; other numbers were not measured
     RECURRENT_SMALL = 1 << 19  # multiply-adds from which on two threads may be faster than one; an estimate
     # Where there are fewer heads than SEGMENT_HEADS, each is divided into segments, at most MOST_SEGMENTS, of at least
@@ -72,6 +77,7 @@ cdef struct Recurrent:
                                 # of lines apart share few sets of L1
     Py_ssize_t columns          # of values, of one task
     Py_ssize_t n_parts          # tasks of one head, by columns of values
+    Py_ssize_t heads_at_once    # of one task
     double scale
     const char *earlier         # (item of the keys, head, features, value_dim), or NULL
     char *state                 # likewise: after the last token
@@ -106,6 +112,7 @@ cdef struct RecurrentTiles:
     char *packed         # (features, lanes) of queries, or of keys that are asked for, times `up` of decays of columns
     char *asked          # the same times `before`; `packed` without decays of columns
     char *scores         # (tokens, lanes)
+    char *weights        # of scores: what decays of whole tokens leave
     char *totals         # of lanes: sums of scores
     char *acc            # answers, and then results
     char *decays         # of columns, a row a token
@@ -141,9 +148,23 @@ cdef inline Py_ssize_t odd_lines(Py_ssize_t n, Py_ssize_t itemsize) noexcept nog
     return ((n * itemsize + 63) // 64 | 1) * (64 // itemsize)
 
 
+cdef inline Py_ssize_t padded_lanes(const Recurrent *n, Py_ssize_t n_tokens) noexcept nogil:
+    return (n_tokens + n.kernels.lanes - 1) // n.kernels.lanes * n.kernels.lanes
+
+
 cdef inline Py_ssize_t most_ahead(const Recurrent *n) noexcept nogil:
     """Entries of a row in `ahead`."""
     return (max(n.features, n.columns) * <Py_ssize_t>sizeof(double) + 63) // AHEAD_NBYTES + 1
+
+
+cdef Py_ssize_t set_state_tiles(const Recurrent *n, char *base, RecurrentTiles *t) noexcept nogil:
+    """Sets the addresses of what each head has for itself from `base` on; the number of bytes."""
+    cdef char *at = base
+    t.sums = <double *>take(&at, n.features * n.values_ld * sizeof(double))
+    t.rounded = take(&at, n.features * n.values_ld * n.itemsize)
+    t.key_sums = <double *>take(&at, n.ld * sizeof(double))
+    t.rounded_keys = take(&at, n.ld * n.itemsize)
+    return at - base
 
 
 cdef Py_ssize_t set_recurrent_tiles(const Recurrent *n, char *base, RecurrentTiles *t) noexcept nogil:
@@ -154,12 +175,8 @@ cdef Py_ssize_t set_recurrent_tiles(const Recurrent *n, char *base, RecurrentTil
     t.keys = take(&at, of_keys)
     t.values = take(&at, of_values)
     t.added = take(&at, of_values) if n.has_beta else t.values
-    t.sums = <double *>take(&at, n.features * n.values_ld * sizeof(double))
-    t.rounded = take(&at, n.features * n.values_ld * size)
     t.part = take(&at, max(n.ld, STATE_ROWS * n.values_ld) * size)
-    t.key_sums = <double *>take(&at, n.ld * sizeof(double))
     t.keys_before = <double *>take(&at, n.ld * sizeof(double))
-    t.rounded_keys = take(&at, n.ld * size)
     t.lowered = take(&at, of_keys) if n.has_columns else t.keys
     t.faded = take(&at, of_values) if n.has_token_decay else t.added
     of_keys = tokens * n.ld * size
@@ -167,6 +184,7 @@ cdef Py_ssize_t set_recurrent_tiles(const Recurrent *n, char *base, RecurrentTil
     t.packed = take(&at, n.features * tokens * size)
     t.asked = take(&at, n.features * tokens * size) if n.has_columns else t.packed
     t.scores = take(&at, tokens * tokens * size)
+    t.weights = take(&at, tokens * tokens * size) if n.has_token_decay else NULL
     t.totals = take(&at, tokens * size)
     t.acc = take(&at, tokens * n.values_ld * size)
     t.decays = take(&at, of_keys if n.has_columns else tokens * size)
@@ -188,7 +206,7 @@ cdef Py_ssize_t set_recurrent_tiles(const Recurrent *n, char *base, RecurrentTil
     t.ahead = <char **>take(&at, n.tokens * most_ahead(n) * sizeof(char *))
     t.stops = <Py_ssize_t *>take(&at, max(tokens, max(n.ld, n.columns)) * sizeof(Py_ssize_t))
     t.n_ahead = t.ahead_rows = t.ahead_nbytes = 0
-    return at - base
+    return at + set_state_tiles(n, at, t) - base
 
 
 cdef inline char *item_row(const ItemRows *rows, Py_ssize_t item, Py_ssize_t head, Py_ssize_t token) noexcept nogil:
@@ -227,18 +245,19 @@ cdef bint load_item_rows(const fastattn_kernels *kernels, Py_ssize_t itemsize, c
     return True
 
 
-cdef void store_item_row(const Recurrent *n, const RecurrentTiles *t, const char *row, Py_ssize_t item, Py_ssize_t head,
-                         Py_ssize_t token) noexcept nogil:
-    """A token's result, of the columns of the task."""
-    cdef char *to = item_row(&n.out, item, head, token) + t.column * n.out.col
-    cdef Py_ssize_t e
-    if n.out.storage:
-        n.kernels.store_row(to, n.out.col, row, t.n_columns, n.out.storage & STORAGE)
-    elif n.out.col == n.itemsize:
-        memcpy(to, row, t.n_columns * n.itemsize)
-    else:
-        for e in range(t.n_columns):
-            memcpy(to + e * n.out.col, row + e * n.itemsize, n.itemsize)
+cdef void store_results(const Recurrent *n, const RecurrentTiles *t, char *to, Py_ssize_t row, Py_ssize_t n_rows) noexcept nogil:
+    """Rows of t.acc, of the columns of the task; `to`: the first row of n.out, `row` bytes before the next."""
+    cdef Py_ssize_t from_row = n.values_ld * n.itemsize, i, e
+    to += t.column * n.out.col
+    if not n.out.storage and n.out.col == n.itemsize:
+        n.kernels.store_rows(to, row, t.acc, n.values_ld, n_rows, t.n_columns)
+        return
+    for i in range(n_rows):
+        if n.out.storage:
+            n.kernels.store_row(to + i * row, n.out.col, t.acc + i * from_row, t.n_columns, n.out.storage & STORAGE)
+        else:
+            for e in range(t.n_columns):
+                memcpy(to + i * row + e * n.out.col, t.acc + i * from_row + e * n.itemsize, n.itemsize)
 
 
 cdef void convert_numbers(char *to, Py_ssize_t to_size, const char *at, Py_ssize_t size, Py_ssize_t n) noexcept nogil:
@@ -399,8 +418,9 @@ cdef void sum_token_decays(const Recurrent *n, RecurrentTiles *t) noexcept nogil
         set_real(t.ends + i * size, more if isfinite(more) else 0, size)
     n.kernels.exponentials(t.starts, t.starts, t.ends, padded)
     n.kernels.exponentials(t.ends, t.rest_high, t.rest_low, padded)
+    first = get_real(t.starts + (t.n - 1) * size, size)
     for i in range(n.features):
-        set_real(t.before + i * size, get_real(t.starts + (t.n - 1) * size, size), size)
+        set_real(t.before + i * size, first, size)
 
 
 cdef void decay_tokens(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
@@ -422,7 +442,7 @@ cdef inline void set_values(const Recurrent *n, fastattn_values *values, const c
 cdef void pack_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t n_rows, Py_ssize_t stride, double factor) noexcept nogil:
     """The rows t.rows."""
     cdef Py_ssize_t lane
-    t.n_lanes = (n_rows + n.kernels.lanes - 1) // n.kernels.lanes * n.kernels.lanes
+    t.n_lanes = padded_lanes(n, n_rows)
     for lane in range(n_rows, t.n_lanes):
         t.rows[lane] = t.rows[n_rows - 1]
     n.kernels.pack(t.packed, t.n_lanes, <const char *const *>t.rows, stride, n.features, factor)
@@ -442,18 +462,31 @@ cdef void ask_state(const Recurrent *n, RecurrentTiles *t, char *to, Py_ssize_t 
                          <const char *const *>t.ahead, t.n_ahead, t.ahead_nbytes)
 
 
+cdef inline void set_score_stops(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
+    """How many keys each vector of packed tokens has scores with."""
+    cdef Py_ssize_t v
+    for v in range(t.n_lanes // n.kernels.lanes):
+        t.stops[v] = min(t.n, (v * n.kernels.lanes // TOKEN_BLOCK + 1) * TOKEN_BLOCK)
+
+
+cdef inline void weigh_scores(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
+    """What decays of whole tokens leave between those of the chunk."""
+    if n.has_token_decay:
+        t.n_lanes = padded_lanes(n, t.n)
+        set_score_stops(n, t)
+        n.kernels.weigh_tokens(t.weights, t.n_lanes, t.stops, t.high, t.low)
+
+
 cdef void score_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t seen, const char *factor, const char *next,
                        Py_ssize_t next_row, Py_ssize_t nbytes) noexcept nogil:
     """Gated scores of the packed tokens of the chunk with the keys of those before, and with their own where `seen`. Rows that
     are next worked on are prefetched."""
-    cdef Py_ssize_t vectors = t.n_lanes // n.kernels.lanes, v
-    for v in range(vectors):
-        t.stops[v] = min(t.n, (v * n.kernels.lanes // TOKEN_BLOCK + 1) * TOKEN_BLOCK)
+    set_score_stops(n, t)
     if n.has_columns:
         n.kernels.scale_rows(t.asked, t.packed, t.before, t.n_lanes, n.features, t.n_lanes)
-    n.kernels.score(t.scores, NULL, t.packed, t.n_lanes, <int>vectors, t.lowered, t.stops, n.features, n.ld * n.itemsize,
-                    n.itemsize, next, next_row, nbytes)
-    n.kernels.gate(t.scores, t.n_lanes, t.stops, seen, factor, t.high if n.has_token_decay else NULL, t.low)
+    n.kernels.score(t.scores, NULL, t.packed, t.n_lanes, <int>(t.n_lanes // n.kernels.lanes), t.lowered, t.stops, n.features,
+                    n.ld * n.itemsize, n.itemsize, next, next_row, nbytes)
+    n.kernels.gate(t.scores, t.n_lanes, t.stops, seen, factor, t.weights)
 
 
 cdef void add_scored(const Recurrent *n, RecurrentTiles *t, char *to, Py_ssize_t start, Py_ssize_t n_keys) noexcept nogil:
@@ -467,10 +500,12 @@ cdef void add_scored(const Recurrent *n, RecurrentTiles *t, char *to, Py_ssize_t
                          KEY_CHUNK, min(<Py_ssize_t>TOKEN_BLOCK, t.n - start), NULL, 0, 0)
 
 
-cdef void apply_delta_rule(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
+cdef bint apply_delta_rule(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     """t.added = beta times what is left of the values after the answers of the state, which earlier tokens change. The answers are
-    added up from the oldest on, and values come last: most of the roundings are then those of small sums."""
+    added up from the oldest on, and values come last: most of the roundings are then those of small sums. Returns whether one is
+    NaN or inf."""
     cdef Py_ssize_t size = n.itemsize, i, start = 0
+    cdef bint is_nonfinite = False
     cdef double rate
     cdef const char *keys = t.keys
     if n.has_columns:
@@ -488,10 +523,12 @@ cdef void apply_delta_rule(const Recurrent *n, RecurrentTiles *t) noexcept nogil
     while start < t.n:
         if start > 0:
             add_scored(n, t, t.added, start, start)
-        n.kernels.substitute(t.added + start * n.values_ld * size, t.values + start * n.values_ld * size, t.beta + start * size,
-                             n.values_ld, t.scores + (start * t.n_lanes + start) * size, t.n_lanes,
-                             min(<Py_ssize_t>TOKEN_BLOCK, t.n - start), t.width)
+        is_nonfinite |= n.kernels.substitute(t.added + start * n.values_ld * size, t.values + start * n.values_ld * size,
+                                             t.beta + start * size, n.values_ld,
+                                             t.scores + (start * t.n_lanes + start) * size, t.n_lanes,
+                                             min(<Py_ssize_t>TOKEN_BLOCK, t.n - start), t.width)
         start += TOKEN_BLOCK
+    return is_nonfinite
 
 
 cdef void normalize_rows(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py_ssize_t head, Py_ssize_t first,
@@ -505,8 +542,7 @@ cdef void normalize_rows(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item,
         t.stops[i] = 1
     n.kernels.score(t.totals, NULL, t.packed, t.n_lanes, <int>vectors, t.rounded_keys, t.stops, n.features, 0, size, NULL, 0, 0)
     if has_chunk:
-        for i in range(vectors):
-            t.stops[i] = min(t.n, (i * n.kernels.lanes // TOKEN_BLOCK + 1) * TOKEN_BLOCK)
+        set_score_stops(n, t)
         set_values(n, &values, t.ones, 0)
         n.kernels.accumulate(t.totals, t.scores, t.ones, t.n_lanes, <int>vectors, &values, t.stops, KEY_CHUNK, 1, NULL, 0, 0)
     for i in range(n_rows):
@@ -553,8 +589,7 @@ cdef void attend_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, 
                 start += TOKEN_BLOCK
             if n.is_normalized:
                 normalize_rows(n, t, item, head, row, n_rows, has_chunk)
-            for i in range(n_rows):
-                store_item_row(n, t, t.acc + i * n.values_ld * size, item, head, row + i)
+            store_results(n, t, item_row(&n.out, item, head, row), n.out.row, n_rows)
             row += n_rows
 
 
@@ -626,43 +661,62 @@ cdef void attend_slices(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, 
         slice.n_columns = min(lanes, t.n_columns - column)
         slice.width = lanes
         memset(slice.added, 0, n.tokens * n.values_ld * n.itemsize)
-        attend_positions(n, &slice, item, kv, first, stop)
+        attend_positions(n, &slice, 1, item, kv, first, stop)
         column += lanes
 
 
-cdef void attend_positions(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py_ssize_t kv, Py_ssize_t first,
-                           Py_ssize_t stop) noexcept nogil:
-    """The results of some tokens. With is_causal the state is that before them, and they are added to it."""
-    cdef Py_ssize_t key_item = item_of_keys(n, item), last, overflows
-    last = stop_of(n, key_item, stop) if n.is_causal else first
-    while first < last:
-        load_tokens(n, t, key_item, kv, first, min(n.tokens, last - first))
-        if t.width > n.kernels.lanes and t.may_be_nonfinite and find_nonfinite(n, t.values, n.values_ld, t.n) < t.n:
+cdef void attend_chunk(const Recurrent *n, RecurrentTiles *t, const RecurrentTiles *next, Py_ssize_t next_kv, Py_ssize_t item,
+                       Py_ssize_t kv, Py_ssize_t last, Py_ssize_t stop) noexcept nogil:
+    """The results of a chunk of the tokens t.first to `last`, whose keys are then in the state. t.first becomes that of the next
+    chunk. `next` are the tiles of the head whose chunk comes next."""
+    cdef Py_ssize_t key_item = item_of_keys(n, item), first = t.first, overflows
+    load_tokens(n, t, key_item, kv, first, min(n.tokens, last - first))
+    if t.width > n.kernels.lanes and t.may_be_nonfinite and find_nonfinite(n, t.values, n.values_ld, t.n) < t.n:
+        attend_slices(n, t, item, kv, first, stop)
+        t.first = stop
+        return
+    cut_chunk(n, t)
+    while True:
+        decay_tokens(n, t)
+        weigh_scores(n, t)
+        if not n.has_beta:
+            break
+        look_ahead(n, t, &n.query, item, kv * n.group, first, first + t.n, 0, n.features)
+        if not apply_delta_rule(n, t):
+            break
+        overflows = find_nonfinite(n, t.added, n.values_ld, t.n)
+        if overflows == t.n:
+            break
+        if t.width > n.kernels.lanes:
             attend_slices(n, t, item, kv, first, stop)
+            t.first = stop
             return
-        cut_chunk(n, t)
-        while True:
-            decay_tokens(n, t)
-            if not n.has_beta:
-                break
-            look_ahead(n, t, &n.query, item, kv * n.group, first, first + t.n, 0, n.features)
-            apply_delta_rule(n, t)
-            overflows = find_nonfinite(n, t.added, n.values_ld, t.n)
-            if overflows == t.n:
-                break
-            if t.width > n.kernels.lanes:
-                attend_slices(n, t, item, kv, first, stop)
-                return
-            # Rows before one that overflows may not read it.
-            t.n = overflows
-            if n.has_columns:
-                n.kernels.sum_decays(t.up, t.down, t.decays, n.ld, t.n, n.ld, DECAY_RANGE)
-        look_ahead(n, t, &n.value, key_item, kv, first + t.n, last, t.column, t.n_columns)
-        attend_tokens(n, t, item, kv, first, first + t.n, True)
-        look_ahead(n, t, &n.key, key_item, kv, first + t.n, last, 0, n.features)
-        add_tokens(n, t)
-        first += t.n
-    attend_tokens(n, t, item, kv, first, stop, False)
+        # Rows before one that overflows may not read it.
+        t.n = overflows
+        if n.has_columns:
+            n.kernels.sum_decays(t.up, t.down, t.decays, n.ld, t.n, n.ld, DECAY_RANGE)
+    t.first += t.n
+    look_ahead(n, t, &n.value, key_item, next_kv, next.first, last, t.column, t.n_columns)
+    attend_tokens(n, t, item, kv, first, t.first, True)
+    look_ahead(n, t, &n.key, key_item, next_kv, next.first, last, 0, n.features)
+    add_tokens(n, t)
+
+
+cdef void attend_positions(const Recurrent *n, RecurrentTiles *tiles, Py_ssize_t n_heads, Py_ssize_t item, Py_ssize_t kv,
+                           Py_ssize_t first, Py_ssize_t stop) noexcept nogil:
+    """The results of some tokens of heads from kv on, chunks of each in turns. With is_causal the states are those before them,
+    and they are added to them."""
+    cdef Py_ssize_t last = stop_of(n, item_of_keys(n, item), stop) if n.is_causal else first, begun = first, h, after
+    for h in range(n_heads):
+        tiles[h].first = first
+    while begun < last:
+        begun += n.tokens
+        for h in range(n_heads):
+            after = h + 1 if h + 1 < n_heads else 0
+            while tiles[h].first < min(begun, last):
+                attend_chunk(n, &tiles[h], &tiles[after], kv + after, item, kv + h, last, stop)
+    for h in range(n_heads):
+        attend_tokens(n, &tiles[h], item, kv + h, tiles[h].first, stop, False)
 
 
 cdef void advance_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py_ssize_t head) noexcept nogil:
@@ -702,8 +756,7 @@ cdef void advance_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item,
                                     t.beta + i * size if is_read and n.has_beta else NULL, t.raised, n.ld, n_heads,
                                     n.features, t.n_columns, t.acc, n.values_ld)
             state = to
-            for d in range(n_heads):
-                store_item_row(n, t, t.acc + d * n.values_ld * size, item, head * n.group + g + d, i)
+            store_results(n, t, item_row(&n.out, item, head * n.group + g, i), n.out.head, n_heads)
             g += n_heads
 
 
@@ -733,20 +786,30 @@ cdef void fold_segments(const Recurrent *n, RecurrentTiles *t, Py_ssize_t head) 
     write_last(n, t, head)
 
 
-cdef void run_recurrent_task(const Recurrent *n, RecurrentTiles *t, Py_ssize_t task) noexcept nogil:
-    cdef Py_ssize_t parts = n.n_parts, part, head, item, kv, d
+cdef inline Py_ssize_t head_groups(const Recurrent *n) noexcept nogil:
+    return (n.num_kv_heads + n.heads_at_once - 1) // n.heads_at_once
+
+
+cdef void run_recurrent_task(const Recurrent *n, RecurrentTiles *tiles, Py_ssize_t task) noexcept nogil:
+    """`tiles` are those of heads_at_once heads."""
+    cdef Py_ssize_t parts = n.n_parts, groups = head_groups(n), part, head, item, kv, n_heads, h, d
+    cdef RecurrentTiles *t
     cdef double *sums
     if n.phase == SUM_SEGMENTS:
         parts = n.key_segments
     elif n.phase == ATTEND_SEGMENTS:
         parts = n.query_segments
     part = task % parts
-    head = task // parts
-    item = head // n.num_kv_heads
-    kv = head % n.num_kv_heads
-    t.column = part * n.columns if n.phase == WHOLE_HEADS else 0
-    t.n_columns = min(n.columns, n.value_dim - t.column)
-    t.width = (t.n_columns + n.kernels.lanes - 1) // n.kernels.lanes * n.kernels.lanes
+    item = task // parts // groups
+    kv = task // parts % groups * n.heads_at_once
+    head = item * n.num_kv_heads + kv
+    n_heads = min(n.heads_at_once, n.num_kv_heads - kv)
+    for h in range(n_heads):
+        t = &tiles[h]
+        t.column = part * n.columns if n.phase == WHOLE_HEADS else 0
+        t.n_columns = min(n.columns, n.value_dim - t.column)
+        t.width = (t.n_columns + n.kernels.lanes - 1) // n.kernels.lanes * n.kernels.lanes
+    t = tiles
     # Columns past those of the task are 0.
     memset(t.added, 0, n.tokens * n.values_ld * n.itemsize)
     memset(t.acc, 0, RECURRENT_TOKENS * n.values_ld * n.itemsize)
@@ -763,38 +826,55 @@ cdef void run_recurrent_task(const Recurrent *n, RecurrentTiles *t, Py_ssize_t t
         sums = n.sums + ((item_of_keys(n, item) * n.num_kv_heads + kv) * n.key_segments
                          + (min(part, n.key_segments - 1) if n.is_causal else 0)) * n.n_sums
         read_state(n, t, <char *>sums, sizeof(double), sums + n.features * n.value_dim)
-        attend_positions(n, t, item, kv, part * n.segment, min((part + 1) * n.segment, n.length))
+        attend_positions(n, t, 1, item, kv, part * n.segment, min((part + 1) * n.segment, n.length))
     elif n.length <= FEW_TOKENS and n.is_causal and not n.is_normalized:
-        advance_tokens(n, t, item, kv)
+        for h in range(n_heads):
+            advance_tokens(n, t, item, kv + h)
     else:
-        read_earlier(n, t, head)
-        if not n.is_causal:
-            sum_tokens(n, t, item, kv, 0, n.len_k)
-        attend_positions(n, t, item, kv, 0, n.length)
-        write_last(n, t, head)
+        for h in range(n_heads):
+            read_earlier(n, &tiles[h], head + h)
+            if not n.is_causal:
+                sum_tokens(n, &tiles[h], item, kv + h, 0, n.len_k)
+        attend_positions(n, tiles, n_heads, item, kv, 0, n.length)
+        for h in range(n_heads):
+            write_last(n, &tiles[h], head + h)
 
 
 cdef void run_recurrent_tasks(void *call, Share *shares, int own, int n_shares) noexcept nogil:
     """Without memory for its tiles a thread runs no task, and the others run its share."""
     cdef const Recurrent *n = <const Recurrent *>call
-    cdef RecurrentTiles tiles
-    cdef char *memory = <char *>malloc(set_recurrent_tiles(n, NULL, &tiles) + 64)
-    cdef Py_ssize_t i, task, stop
+    cdef RecurrentTiles tiles[MOST_HEADS]
+    cdef Py_ssize_t states = set_recurrent_tiles(n, NULL, tiles), nbytes = set_state_tiles(n, NULL, tiles), i, task, stop
+    cdef char *memory = <char *>malloc(states + (n.heads_at_once - 1) * nbytes + 64)
+    cdef char *base = <char *>((<size_t>memory + 63) & ~<size_t>63)
     cdef int turn = 0
     if memory == NULL:
         return
-    set_recurrent_tiles(n, <char *>((<size_t>memory + 63) & ~<size_t>63), &tiles)
-    memset(tiles.high, 0, tiles.starts - tiles.high)
+    set_recurrent_tiles(n, base, tiles)
+    for i in range(1, n.heads_at_once):
+        tiles[i] = tiles[0]
+        set_state_tiles(n, base + states + (i - 1) * nbytes, &tiles[i])
+    memset(tiles[0].high, 0, tiles[0].starts - tiles[0].high)
     for i in range(max(<Py_ssize_t>RECURRENT_TOKENS, n.values_ld)):
-        set_real(tiles.ones + i * n.itemsize, 1, n.itemsize)
+        set_real(tiles[0].ones + i * n.itemsize, 1, n.itemsize)
     while take_tasks(shares, own, n_shares, 1, &turn, &task, &stop):
-        run_recurrent_task(n, &tiles, task)
+        run_recurrent_task(n, tiles, task)
     free(memory)
 
 
 cdef bint run_phase(Recurrent *n, RecurrentPhase phase, Py_ssize_t n_tasks, int num_threads) noexcept nogil:
     n.phase = phase
     return run_on_threads(run_recurrent_tasks, n, n_tasks, <int>min(<Py_ssize_t>num_threads, n_tasks), False)
+
+
+cdef Py_ssize_t choose_heads_at_once(const Recurrent *n, int num_threads) noexcept nogil:
+    """No bit depends on it."""
+    cdef Py_ssize_t heads = MOST_HEADS, nbytes = n.features * n.values_ld * (<Py_ssize_t>sizeof(double) + n.itemsize)
+    if not n.is_causal or fabs(<double>n.key.head) >= fabs(<double>n.key.row):
+        return 1
+    while heads > 1 and (heads * nbytes > HEADS_NBYTES or n.n_key_items * n.num_kv_heads < 2 * num_threads * heads):
+        heads //= 2
+    return heads
 
 
 cdef bint run_recurrent(Recurrent *n, int num_threads) noexcept nogil:
@@ -815,7 +895,8 @@ cdef bint run_recurrent(Recurrent *n, int num_threads) noexcept nogil:
         n.columns = min(n.value_dim, (vectors + parts - 1) // parts * lanes)
         n.n_parts = (n.value_dim + n.columns - 1) // n.columns
         n.values_ld = odd_lines(n.columns, n.itemsize)
-        return run_phase(n, WHOLE_HEADS, heads * n.n_parts, num_threads)
+        n.heads_at_once = choose_heads_at_once(n, num_threads)
+        return run_phase(n, WHOLE_HEADS, n.n_key_items * head_groups(n) * n.n_parts, num_threads)
     n.n_sums = n.features * (n.value_dim + 1)
     n.sums = <double *>malloc(heads * n.key_segments * n.n_sums * sizeof(double))
     if n.sums == NULL:
@@ -870,7 +951,7 @@ cdef int64_t *set_recurrent(Recurrent *n, tuple arrays, tuple storages, tuple le
     n.ld = odd_lines(n.features, itemsize)
     n.columns = n.value_dim
     n.values_ld = odd_lines(n.columns, itemsize)
-    n.n_parts = 1
+    n.n_parts = n.heads_at_once = 1
     n.n_items = n.n_key_items = 1
     for size in leads[0]:
         n.n_items *= <Py_ssize_t>size

@@ -99,10 +99,6 @@ cdef Py_ssize_t set_gradient_tiles(const Recurrent *n, char *base, GradientTiles
     return at - base
 
 
-cdef inline Py_ssize_t padded_lanes(const Recurrent *n, Py_ssize_t n_tokens) noexcept nogil:
-    return (n_tokens + n.kernels.lanes - 1) // n.kernels.lanes * n.kernels.lanes
-
-
 cdef void multiply_rows(const Recurrent *n, RecurrentTiles *t, char *to, const char *a, const char *rescale, Py_ssize_t ld,
                         const char *b, Py_ssize_t b_row, Py_ssize_t b_col, Py_ssize_t n_terms, Py_ssize_t n_rows) noexcept nogil:
     """to[r] = the sum over j < n_terms of b(j, r) * a[j], r < n_rows, rows of ld; added to rescale * to unless that is NULL.
@@ -142,13 +138,13 @@ cdef void unpack_tokens(const Recurrent *n, RecurrentTiles *t, char *to, Py_ssiz
     n.kernels.unpack(t.rows, size, t.n, t.acc, lanes, n_cols, t.factors)
 
 
-cdef void gate_all(const Recurrent *n, GradientTiles *g, char *scores, const char *factor, bint decays) noexcept nogil:
-    """Scores times a factor of each lane, and the decays between, if asked to; 0 for later tokens than that of the lane."""
+cdef void gate_all(const Recurrent *n, GradientTiles *g, char *scores, const char *factor) noexcept nogil:
+    """Scores times a factor of each lane; 0 for later tokens than that of the lane."""
     cdef RecurrentTiles *t = &g.tiles
     cdef Py_ssize_t v, lanes = padded_lanes(n, t.n)
     for v in range(lanes // n.kernels.lanes):
         t.stops[v] = t.n
-    n.kernels.gate(scores, lanes, t.stops, 1, factor, t.high if decays else NULL, t.low)
+    n.kernels.gate(scores, lanes, t.stops, 1, factor, NULL)
 
 
 cdef void set_weights(const Recurrent *n, GradientTiles *g) noexcept nogil:
@@ -157,7 +153,9 @@ cdef void set_weights(const Recurrent *n, GradientTiles *g) noexcept nogil:
     cdef Py_ssize_t i, lanes = padded_lanes(n, t.n), size = n.itemsize
     for i in range(t.n):
         memcpy(g.weights + i * lanes * size, t.ones, lanes * size)
-    gate_all(n, g, g.weights, t.ones, n.has_token_decay)
+    gate_all(n, g, g.weights, t.ones)
+    if n.has_token_decay:
+        n.kernels.weigh_tokens(g.weights, lanes, t.stops, t.high, t.low)
     memcpy(g.weights_before, g.weights, t.n * lanes * size)
     for i in range(t.n):
         set_real(g.weights_before + (i * lanes + i) * size, 0, size)
@@ -211,6 +209,7 @@ cdef void advance_chunk(const Recurrent *n, GradientTiles *g, Py_ssize_t item, P
     begin_chunk(n, t)
     if n.has_beta:
         round_state(n, t)
+        weigh_scores(n, t)
         apply_delta_rule(n, t)
     add_tokens(n, t)
 
@@ -252,7 +251,7 @@ cdef void find_left(const Recurrent *n, GradientTiles *g) noexcept nogil:
     memcpy(g.system, g.key_scores, t.n * lanes * size)
     for i in range(lanes):
         set_real(t.factors + i * size, -get_real(t.beta + i * size, size) if i < t.n else 0, size)
-    gate_all(n, g, g.system, t.factors, False)
+    gate_all(n, g, g.system, t.factors)
     n.kernels.scale_rows(t.scores, g.key_scores, t.factors, lanes, t.n, lanes)
     solve_tokens(n, t, g.left, t.values, t.scores)
     n.kernels.scale_rows(t.added, g.left, t.beta, t.width, t.n, t.width)

@@ -240,6 +240,9 @@ typedef struct {
      * Returns whether a row but row 0 has NaN or inf. */
     int (*copy_rows)(void *to, ptrdiff_t ld, const char *from, ptrdiff_t row, ptrdiff_t n, ptrdiff_t n_cols);
 
+    /* Element c of row r at to + r * row, contiguous REAL of any alignment, = tile[r * ld + c], r < n, c < n_cols, any number. */
+    void (*store_rows)(char *to, ptrdiff_t row, const void *tile, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols);
+
     /* The first of n rows of keys whose product with itself, times its beta, is not within 0 - margin and 2 + margin, or n. */
     ptrdiff_t (*count_stable)(const void *keys, const void *beta, ptrdiff_t ld, ptrdiff_t n, double margin);
 
@@ -256,15 +259,18 @@ typedef struct {
     void (*decay_columns)(void *up, void *down, void *before, void *after, const void *first, ptrdiff_t ld, ptrdiff_t n,
                           ptrdiff_t dim);
 
-    /* Scores of tokens in lanes with earlier ones: s[j][lane] becomes factor[lane] * exp(the sum of token `lane` - that of
-     * token j) * s[j][lane] for j < lane + seen, and 0 for the other j < the stop of the lane's vector. factor NULL: 1; high
-     * NULL: without the exponential. */
-    void (*gate)(void *s, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t seen, const void *factor, const void *high,
-                 const void *low);
+    /* What decays leave of token j at the token of a lane: weights[j][lane] = exp(the sum of token `lane` - that of token j)
+     * for j <= lane, and 0 for the other j < the stop of the lane's vector. */
+    void (*weigh_tokens)(void *weights, ptrdiff_t ld, const ptrdiff_t *stops, const void *high, const void *low);
 
-    /* u[t] += the sum over j < t of s[j][t] * u[j], and then rate[t] * v[t], for one t after another, t < n <= 16. */
-    void (*substitute)(void *u, const void *v, const void *rate, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n,
-                       ptrdiff_t n_cols);
+    /* Scores of tokens in lanes with earlier ones: s[j][lane] becomes factor[lane] * weights[j][lane] * s[j][lane] for
+     * j < lane + seen, and 0 for the other j < the stop of the lane's vector. NULL stands for 1. */
+    void (*gate)(void *s, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t seen, const void *factor, const void *weights);
+
+    /* u[t] += the sum over j < t of s[j][t] * u[j], and then rate[t] * v[t], for one t after another, t < n <= 16. Returns
+     * whether one of u is NaN or inf. */
+    int (*substitute)(void *u, const void *v, const void *rate, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n,
+                      ptrdiff_t n_cols);
 
     /* to[t] = factor[t] * from[t], t < n. */
     void (*scale_rows)(void *to, const void *from, const void *factor, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols);

@@ -46,6 +46,14 @@ static int copy_rows(void *tile, ptrdiff_t ld, const char *from, ptrdiff_t row, 
     return any_lane(nonfinite);
 }
 
+static void store_rows(char *to, ptrdiff_t row, const void *tile, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols) {
+    for (const REAL *from = tile; n > 0; n--, to += row, from += ld) {
+        ptrdiff_t c = 0;
+        for (; c + LANES <= n_cols; c += LANES) store((REAL *)to + c, load(from + c));
+        if (c < n_cols) store_partial((REAL *)to + c, load(from + c), (int)(n_cols - c));
+    }
+}
+
 static void exponentials(void *to, const void *high, const void *low, ptrdiff_t n) {
     for (ptrdiff_t i = 0; i < n; i += LANES) {
         VEC x = load((const REAL *)high + i);
@@ -135,51 +143,52 @@ static void decay_columns(void *up_rows, void *down_rows, void *before, void *af
     }
 }
 
-/* `gate` for n rows from row j on, of the vector of lanes whose first is `lane`. */
-INLINE void gate_rows(const int n, const int has_decay, REAL *s, ptrdiff_t ld, ptrdiff_t j, ptrdiff_t seen, VEC factor,
-                      VEC high, VEC low, const REAL *key_high, const REAL *key_low) {
+/* `weigh_tokens` for n rows from row j on, of the vector of lanes whose first is `lane`. */
+INLINE void weigh_rows(const int n, REAL *w, ptrdiff_t ld, ptrdiff_t j, ptrdiff_t lane, VEC high, VEC low,
+                       const REAL *key_high, const REAL *key_low) {
     VEC weight[FEATURE_VECTORS], rest[FEATURE_VECTORS];
-    if (has_decay) {
 #pragma GCC unroll 4
-        for (int i = 0; i < n; i++) {
-            weight[i] = high - key_high[j + i];
-            rest[i] = low - key_low[j + i];
-        }
-        exp_vectors(n, weight, rest);
+    for (int i = 0; i < n; i++) {
+        weight[i] = high - key_high[j + i];
+        rest[i] = low - key_low[j + i];
     }
+    exp_vectors(n, weight, rest);
 #pragma GCC unroll 4
-    for (int i = 0; i < n; i++, s += ld) {
-        const VEC x = load(s) * (has_decay ? factor * weight[i] : factor);
-        store(s, select_lanes(lane_numbers() > (LANE_INT)(j + i - seen), x, (VEC){}));
+    for (int i = 0; i < n; i++)
+        store(w + i * ld, select_lanes(lane_numbers() >= (LANE_INT)(j + i - lane), weight[i], (VEC){}));
+}
+
+static void weigh_tokens(void *weights, ptrdiff_t ld, const ptrdiff_t *stops, const void *high_sums, const void *low_sums) {
+    const REAL *const sums = high_sums, *const rests = low_sums;
+    for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
+        const ptrdiff_t n_keys = *stops++;
+        const VEC high = load(sums + lane), low = load(rests + lane);
+        REAL *const w = (REAL *)weights + lane;
+        ptrdiff_t j = 0;
+        for (; j + 4 <= n_keys; j += 4) weigh_rows(4, w + j * ld, ld, j, lane, high, low, sums, rests);
+        for (; j < n_keys; j++) weigh_rows(1, w + j * ld, ld, j, lane, high, low, sums, rests);
     }
 }
 
-static void gate(void *s_tile, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t seen, const void *factor, const void *high_sums,
-                 const void *low_sums) {
-    const REAL *const sums = high_sums, *const rests = low_sums;
+static void gate(void *s_tile, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t seen, const void *factor, const void *weights) {
     for (ptrdiff_t lane = 0; lane < ld; lane += LANES) {
         const ptrdiff_t n_keys = *stops++;
         const VEC scale = factor ? load((const REAL *)factor + lane) : splat(1);
         REAL *s = (REAL *)s_tile + lane;
-        ptrdiff_t j = 0;
-#define ROWS(n)                                                                                                \
-    for (; j + n <= n_keys; j += n, s += n * ld) {                                                             \
-        if (sums)                                                                                              \
-            gate_rows(n, 1, s, ld, j, seen + lane, scale, load(sums + lane), load(rests + lane), sums, rests); \
-        else                                                                                                   \
-            gate_rows(n, 0, s, ld, j, seen + lane, scale, (VEC){}, (VEC){}, NULL, NULL);                       \
-    }
-        ROWS(4)
-        ROWS(1)
-#undef ROWS
+        const REAL *w = (const REAL *)weights + lane;
+        for (ptrdiff_t j = 0; j < n_keys; j++, s += ld, w += ld) {
+            const VEC x = load(s) * (weights ? scale * load(w) : scale);
+            store(s, select_lanes(lane_numbers() > (LANE_INT)(j - lane - seen), x, (VEC){}));
+        }
     }
 }
 
 /* A block of `substitute`, which stays in registers. */
 #define SYSTEM_ROWS 16
 
-INLINE void substitute_rows(const int n, REAL *u, const REAL *v, const REAL *rate, ptrdiff_t ld, const REAL *s, ptrdiff_t s_ld,
-                            ptrdiff_t n_cols) {
+INLINE int substitute_rows(const int n, REAL *u, const REAL *v, const REAL *rate, ptrdiff_t ld, const REAL *s, ptrdiff_t s_ld,
+                           ptrdiff_t n_cols) {
+    IVEC nonfinite = {};
     for (ptrdiff_t e = 0; e < n_cols; e += LANES) {
         VEC x[SYSTEM_ROWS];
 #pragma GCC unroll 16
@@ -191,18 +200,23 @@ INLINE void substitute_rows(const int n, REAL *u, const REAL *v, const REAL *rat
             x[t] += rate[t] * load(v + t * ld + e);
         }
 #pragma GCC unroll 16
-        for (int t = 0; t < n; t++) store(u + t * ld + e, x[t]);
+        for (int t = 0; t < n; t++) {
+            nonfinite |= nonfinite_lanes(x[t]);
+            store(u + t * ld + e, x[t]);
+        }
     }
+    return any_lane(nonfinite);
 }
 
-static void substitute(void *u, const void *v, const void *rate, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n,
-                       ptrdiff_t n_cols) {
+static int substitute(void *u, const void *v, const void *rate, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n,
+                      ptrdiff_t n_cols) {
     switch (n) {
-#define CASE(n) case n: substitute_rows(n, u, v, rate, ld, s, s_ld, n_cols); break;
+#define CASE(n) case n: return substitute_rows(n, u, v, rate, ld, s, s_ld, n_cols);
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
     CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16)
 #undef CASE
     }
+    return 0;
 }
 
 static void scale_rows(void *to, const void *from, const void *factor, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols) {

@@ -277,20 +277,22 @@ cdef void look_ahead(const Recurrent *n, RecurrentTiles *t, const ItemRows *rows
                      Py_ssize_t first, Py_ssize_t stop, Py_ssize_t column, Py_ssize_t n_cols) noexcept nogil:
     """Lists columns of rows, n.tokens at most, for the next products to prefetch: whole lines of the cache, as rows seldom begin
     with one, and all pieces as long; the last of a row may overlap that before."""
-    cdef Py_ssize_t i, at = 0, nbytes = fastattn_stored_size(rows.storage & STORAGE, n.itemsize)
+    cdef Py_ssize_t i, piece, pieces, nbytes = fastattn_stored_size(rows.storage & STORAGE, n.itemsize)
     cdef char *row = item_row(rows, item, head, first) + column * rows.col
+    cdef char *at
     cdef Py_ssize_t before = <Py_ssize_t>(<size_t>row & 63)
     t.ahead_rows = max(<Py_ssize_t>0, min(n.tokens, stop - first))
     t.n_ahead = 0
     if rows.col != nbytes:
         return
     nbytes = (before + n_cols * nbytes + 63) // 64 * 64
-    t.ahead_nbytes = min(<Py_ssize_t>AHEAD_NBYTES, nbytes)
-    while at < nbytes:
+    pieces = (nbytes + AHEAD_NBYTES - 1) // AHEAD_NBYTES
+    t.ahead_nbytes = (nbytes // 64 + pieces - 1) // pieces * 64
+    for piece in range(pieces):
+        at = row - before + min(piece * t.ahead_nbytes, nbytes - t.ahead_nbytes)
         for i in range(t.ahead_rows):
-            t.ahead[t.n_ahead + i] = row - before + min(at, nbytes - t.ahead_nbytes) + i * rows.row
+            t.ahead[t.n_ahead + i] = at + i * rows.row
         t.n_ahead += t.ahead_rows
-        at += AHEAD_NBYTES
 
 
 # The state -----------------------------------------------------------------------------------------------

@@ -57,7 +57,9 @@ chosen[0] = chosen[1] = NULL
 include "signature.pxi"  # the key by which prepared calls are looked up
 include "cache.pxi"      # rows into the pages of a cache
 include "rope.pxi"       # rotary position embedding, a pass over rows of its own
-include "recurrent.pxi"  # linear attention and its relatives: a state that tokens are added to
+include "recurrent_record.pxi"  # linear attention and its relatives: the record of a call, a thread's memory, rows of tokens
+include "recurrent_chunk.pxi"   # a state, and tokens that read it and are added to it at once
+include "recurrent.pxi"  # all tokens of a head, all tasks on all threads
 include "recurrent_gradient.pxi"  # its gradients: chunks of tokens from the last to the first, states computed again
 include "conv.pxi"       # the short causal convolution before it
 include "reductions.pxi"  # the largest scores of each query, and of each document

@@ -335,8 +335,8 @@ static void check_weights(int n_keys, float factor) {
             const double low = n_parts == 3 ? part_of(group, 1, 2, lane, j % OF_GROUP) : 0;
             const long double exponent = (long double)factor * ((long double)s - top);
             const long double exact = s == -INFINITY ? 0 : exp2l(exponent);
-            sum += n_parts == 3 ? got : (double)exact;
-            sum_error += n_parts == 3 || exact == 0 ? 0 : weight_bound((double)exponent) * 0x1p-24 * (double)exact;
+            sum += n_parts == 3 || got == 0 ? got : (double)exact; /* weights of about 2^-126 may be 0 */
+            sum_error += n_parts == 3 || got == 0 ? 0 : weight_bound((double)exponent) * 0x1p-24 * (double)exact;
             CHECK(high >= 0 && middle >= 0 && low >= 0 && middle <= high * 0x1p-7 && low <= high * 0x1p-15,
                   "the parts of a weight are %g, %g and %g", high, middle, low);
             if (s == -INFINITY) {

@@ -281,7 +281,7 @@ cdef bint run_recurrent(Recurrent *n, int num_threads) noexcept nogil:
             parts = max(<Py_ssize_t>1, min(vectors, (2 * num_threads + heads - 1) // heads))
         n.columns = min(n.value_dim, (vectors + parts - 1) // parts * lanes)
         n.n_parts = (n.value_dim + n.columns - 1) // n.columns
-        n.values_ld = odd_lines(n.columns, n.itemsize)
+        n.values_ld = padded_to_lines(n.columns, n.itemsize)
         n.heads_at_once = choose_heads_at_once(n, num_threads)
         return run_phase(n, WHOLE_HEADS, n.n_key_items * head_groups(n) * n.n_parts, num_threads)
     n.n_sums = n.features * (n.value_dim + 1)

@@ -15,7 +15,7 @@
 # their results have columns of values as lanes, and read the packed tokens a panel at a time.
 
 cdef enum:
-    TOKEN_BLOCK = 16       # rows of scores that are worked on at once: the most of `substitute`
+    TOKEN_BLOCK = 16       # rows of scores that are worked on at once
     # No sum of decays of a column within a chunk is beyond it: its factors are within 2**+-47.
     DECAY_RANGE = 64
     # A decay beyond it makes every number of a state 0; a token with one begins a chunk, so that sums stay exact.
@@ -221,14 +221,14 @@ cdef void score_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t seen, c
     n.kernels.gate(t.scores, t.n_lanes, t.stops, seen, factor, t.weights)
 
 
-cdef void add_scored(const Recurrent *n, RecurrentTiles *t, char *to, Py_ssize_t start, Py_ssize_t n_keys) noexcept nogil:
-    """Adds to the rows of a block their scores with n_keys tokens times what these add."""
+cdef void add_scored(const Recurrent *n, RecurrentTiles *t, Py_ssize_t start, Py_ssize_t n_keys) noexcept nogil:
+    """Adds to the results of a block their scores with n_keys tokens times what these add."""
     cdef Py_ssize_t vectors = t.width // n.kernels.lanes, v
     cdef fastattn_values values
     set_values(n, &values, t.scores + start * n.itemsize, t.n_lanes * n.itemsize)
     for v in range(vectors):
         t.stops[v] = n_keys
-    n.kernels.accumulate(to + start * n.values_ld * n.itemsize, t.added, t.ones, n.values_ld, <int>vectors, &values, t.stops,
+    n.kernels.accumulate(t.acc + start * n.values_ld * n.itemsize, t.added, t.ones, n.values_ld, <int>vectors, &values, t.stops,
                          KEY_CHUNK, min(<Py_ssize_t>TOKEN_BLOCK, t.n - start), NULL, 0, 0)
 
 
@@ -236,8 +236,7 @@ cdef bint apply_delta_rule(const Recurrent *n, RecurrentTiles *t) noexcept nogil
     """t.added = beta times what is left of the values after the answers of the state, which earlier tokens change. The answers are
     added up from the oldest on, and values come last: most of the roundings are then those of small sums. Returns whether one is
     NaN or inf."""
-    cdef Py_ssize_t size = n.itemsize, i, start = 0
-    cdef bint is_nonfinite = False
+    cdef Py_ssize_t size = n.itemsize, i
     cdef double rate
     cdef const char *keys = t.keys
     if n.has_columns:
@@ -251,16 +250,7 @@ cdef bint apply_delta_rule(const Recurrent *n, RecurrentTiles *t) noexcept nogil
     pack_tokens(n, t, t.n, size, 1)
     score_tokens(n, t, 0, t.rates, NULL, 0, 0)
     ask_state(n, t, t.added, t.n)
-    n.kernels.scale_rows(t.added, t.added, t.factors, n.values_ld, t.n, t.width)
-    while start < t.n:
-        if start > 0:
-            add_scored(n, t, t.added, start, start)
-        is_nonfinite |= n.kernels.substitute(t.added + start * n.values_ld * size, t.values + start * n.values_ld * size,
-                                             t.beta + start * size, n.values_ld,
-                                             t.scores + (start * t.n_lanes + start) * size, t.n_lanes,
-                                             min(<Py_ssize_t>TOKEN_BLOCK, t.n - start), t.width)
-        start += TOKEN_BLOCK
-    return is_nonfinite
+    return n.kernels.substitute(t.added, t.factors, t.values, t.beta, n.values_ld, t.scores, t.n_lanes, t.n, t.width)
 
 
 cdef void normalize_rows(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py_ssize_t head, Py_ssize_t first,
@@ -317,7 +307,7 @@ cdef void attend_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, 
                 n.kernels.scale_rows(t.acc, t.acc, t.starts, n.values_ld, n_rows, t.width)
             start = 0
             while has_chunk and start < n_rows:
-                add_scored(n, t, t.acc, start, min(start + TOKEN_BLOCK, t.n))
+                add_scored(n, t, start, min(start + TOKEN_BLOCK, t.n))
                 start += TOKEN_BLOCK
             if n.is_normalized:
                 normalize_rows(n, t, item, head, row, n_rows, has_chunk)
@@ -326,18 +316,18 @@ cdef void attend_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, 
 
 
 cdef void add_tokens(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
-    """Adds what the chunk adds to the state."""
+    """Adds to the state what the chunk does: t.added, which becomes that times `ends`."""
     cdef Py_ssize_t size = n.itemsize, vectors = t.width // n.kernels.lanes, v, d = 0, n_rows, at = 0, n_ahead
     cdef fastattn_values values
     if n.has_token_decay:
-        n.kernels.scale_rows(t.faded, t.added, t.ends, n.values_ld, t.n, t.width)
+        n.kernels.scale_rows(t.added, t.added, t.ends, n.values_ld, t.n, t.width)
     for v in range(max(vectors, n.ld // n.kernels.lanes)):
         t.stops[v] = t.n
     while d < n.features:
         n_rows = min(<Py_ssize_t>STATE_ROWS, n.features - d)
         set_values(n, &values, t.lowered + d * size, n.ld * size)
         n_ahead = min(t.ahead_rows, t.n_ahead - at)
-        n.kernels.accumulate(t.part, t.faded, NULL, n.values_ld, <int>vectors, &values, t.stops, KEY_CHUNK, n_rows,
+        n.kernels.accumulate(t.part, t.added, NULL, n.values_ld, <int>vectors, &values, t.stops, KEY_CHUNK, n_rows,
                              <const char *const *>t.ahead + at, n_ahead, t.ahead_nbytes)
         at += n_ahead
         n.kernels.advance_sums(t.sums + d * n.values_ld, t.rounded + d * n.values_ld * size, t.part,

@@ -40,6 +40,7 @@ cdef struct GradientTiles:
     char *raised         # keys times `up`; `keys` without decays of columns
     char *rows           # of a reader
     char *given
+    char *faded          # given, times `starts`
     char *packed         # given, by lanes
     char *grad_added
     char *grad_key       # of keys as they are added, before the factor `down`
@@ -79,6 +80,7 @@ cdef Py_ssize_t set_gradient_tiles(const Recurrent *n, char *base, GradientTiles
     g.raised = take(&at, of_keys) if n.has_columns else g.tiles.keys
     g.rows = take(&at, of_keys)
     g.given = take(&at, of_values)
+    g.faded = take(&at, of_values if n.has_token_decay else 0)
     g.packed = take(&at, of_values)
     g.grad_added = take(&at, of_values)
     g.grad_key = take(&at, of_keys)
@@ -171,27 +173,6 @@ cdef void score_lanes(const Recurrent *n, RecurrentTiles *t, char *to, const cha
     n.kernels.score(to, NULL, packed, lanes, <int>(lanes // n.kernels.lanes), rows, t.stops, n_cols, ld * size, size, NULL, 0, 0)
 
 
-cdef void solve_tokens(const Recurrent *n, RecurrentTiles *t, char *u, const char *values, const char *system) noexcept nogil:
-    """The triangular system: u[t] += the sum over j < t of system[j][t] * u[j], and values[t]; for NULL the transposed one,
-    without these: over j > t of system[t][j] * u[j]."""
-    cdef Py_ssize_t size = n.itemsize, ld = padded_lanes(n, t.n), n_blocks = (t.n + 15) // 16, block, start, rows, row
-    row = t.width * size
-    cdef bint back = values == NULL
-    for block in range(n_blocks):
-        start = 16 * (n_blocks - 1 - block if back else block)
-        rows = min(<Py_ssize_t>16, t.n - start)
-        if back:
-            if block > 0:
-                multiply_rows(n, t, u + start * row, u + (start + 16) * row, t.ones, t.width,
-                              system + (start * ld + start + 16) * size, 1, ld, t.n - start - 16, rows)
-            n.kernels.substitute_back(u + start * row, t.width, system + (start * ld + start) * size, ld, rows, t.width)
-        else:
-            if block > 0:
-                multiply_rows(n, t, u + start * row, u, t.ones, t.width, system + start * size, ld, 1, start, rows)
-            n.kernels.substitute(u + start * row, values + start * row, t.ones, t.width, system + (start * ld + start) * size, ld,
-                                 rows, t.width)
-
-
 cdef void begin_chunk(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     """The factors of the decays of a chunk that is loaded."""
     if n.has_columns:
@@ -253,7 +234,7 @@ cdef void find_left(const Recurrent *n, GradientTiles *g) noexcept nogil:
         set_real(t.factors + i * size, -get_real(t.beta + i * size, size) if i < t.n else 0, size)
     gate_all(n, g, g.system, t.factors)
     n.kernels.scale_rows(t.scores, g.key_scores, t.factors, lanes, t.n, lanes)
-    solve_tokens(n, t, g.left, t.values, t.scores)
+    n.kernels.substitute(g.left, t.ones, t.values, t.ones, t.width, t.scores, lanes, t.n, t.width)
     n.kernels.scale_rows(t.added, g.left, t.beta, t.width, t.n, t.width)
 
 
@@ -317,8 +298,8 @@ cdef void differentiate_reader(const Recurrent *n, GradientTiles *g, const char 
         unpack_tokens(n, t, g.grad_rows, n.ld, n.features, t.ones)
         multiply_rows(n, t, g.grad_key, rows, t.ones, n.ld, g.products, 1, lanes, t.n, t.n)
         if n.has_token_decay:
-            n.kernels.scale_rows(t.faded, g.given, t.starts, t.width, t.n, t.width)
-            faded = t.faded
+            n.kernels.scale_rows(g.faded, g.given, t.starts, t.width, t.n, t.width)
+            faded = g.faded
     multiply_rows(n, t, g.part, faded, t.ones, t.width, rows, n.ld, 1, t.n, n.features)
 
 
@@ -357,7 +338,7 @@ cdef void read_keys(const RecurrentGradient *of, GradientTiles *g, Py_ssize_t he
     cdef const Recurrent *n = &of.forward
     cdef RecurrentTiles *t = &g.tiles
     cdef Py_ssize_t row = t.width * n.itemsize, i
-    solve_tokens(n, t, g.grad_added, NULL, g.system)
+    n.kernels.substitute_back(g.grad_added, t.width, g.system, padded_lanes(n, t.n), t.n, t.width)
     for i in range(t.n):
         set_real(t.factors + i * n.itemsize, n.kernels.dot(g.grad_added + i * row, g.left + i * row, t.n_columns), n.itemsize)
     store_gradient(n, t, of.beta, head, t.factors, 1, 1)

@@ -36,8 +36,7 @@ cdef struct Recurrent:
     const int64_t *stops        # of each item of the keys: so many of its tokens are read; NULL: all
     Py_ssize_t n_items, n_key_items, num_kv_heads, group, length, len_k, features, value_dim
     Py_ssize_t tokens           # of a chunk, at most
-    Py_ssize_t ld, values_ld    # features and `columns`, padded to lines of the cache; an odd number, as rows an even number
-                                # of lines apart share few sets of L1
+    Py_ssize_t ld, values_ld    # features and `columns`, padded to lines of the cache
     Py_ssize_t columns          # of values, of one task
     Py_ssize_t n_parts          # tasks of one head, by columns of values
     Py_ssize_t heads_at_once    # of one task
@@ -71,7 +70,6 @@ cdef struct RecurrentTiles:
     char *lowered        # keys times `down`; `keys` without decays of columns
     char *values
     char *added          # what the tokens add: values, or by the delta rule what is left of them
-    char *faded          # the same times `ends`
     char *packed         # (features, lanes) of queries, or of keys that are asked for, times `up` of decays of columns
     char *asked          # the same times `before`; `packed` without decays of columns
     char *scores         # (tokens, lanes)
@@ -106,9 +104,10 @@ cdef struct RecurrentTiles:
     Py_ssize_t column, n_columns, width  # columns of values; their number padded to vectors
 
 
-cdef inline Py_ssize_t odd_lines(Py_ssize_t n, Py_ssize_t itemsize) noexcept nogil:
-    """n elements padded to an odd number of cache lines."""
-    return ((n * itemsize + 63) // 64 | 1) * (64 // itemsize)
+cdef inline Py_ssize_t padded_to_lines(Py_ssize_t n, Py_ssize_t itemsize) noexcept nogil:
+    """n elements padded to lines of the cache, but not to a multiple of 16: rows so many apart share few sets of L1."""
+    cdef Py_ssize_t lines = (n * itemsize + 63) // 64
+    return (lines + (lines % 16 == 0)) * (64 // itemsize)
 
 
 cdef inline Py_ssize_t padded_lanes(const Recurrent *n, Py_ssize_t n_tokens) noexcept nogil:
@@ -141,7 +140,6 @@ cdef Py_ssize_t set_recurrent_tiles(const Recurrent *n, char *base, RecurrentTil
     t.part = take(&at, max(n.ld, STATE_ROWS * n.values_ld) * size)
     t.keys_before = <double *>take(&at, n.ld * sizeof(double))
     t.lowered = take(&at, of_keys) if n.has_columns else t.keys
-    t.faded = take(&at, of_values) if n.has_token_decay else t.added
     of_keys = tokens * n.ld * size
     t.raised = take(&at, of_keys)
     t.packed = take(&at, n.features * tokens * size)
@@ -298,9 +296,9 @@ cdef int64_t *set_recurrent(Recurrent *n, tuple arrays, tuple storages, tuple le
     n.tokens = RECURRENT_TOKENS
     n.features = query.shape[query.ndim - 1]
     n.value_dim = value.shape[value.ndim - 1]
-    n.ld = odd_lines(n.features, itemsize)
+    n.ld = padded_to_lines(n.features, itemsize)
     n.columns = n.value_dim
-    n.values_ld = odd_lines(n.columns, itemsize)
+    n.values_ld = padded_to_lines(n.columns, itemsize)
     n.n_parts = n.heads_at_once = 1
     n.n_items = n.n_key_items = 1
     for size in leads[0]:

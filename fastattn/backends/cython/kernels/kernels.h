@@ -267,10 +267,10 @@ typedef struct {
      * j < lane + seen, and 0 for the other j < the stop of the lane's vector. NULL stands for 1. */
     void (*gate)(void *s, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t seen, const void *factor, const void *weights);
 
-    /* u[t] += the sum over j < t of s[j][t] * u[j], and then rate[t] * v[t], for one t after another, t < n <= 16. Returns
-     * whether one of u is NaN or inf. */
-    int (*substitute)(void *u, const void *v, const void *rate, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n,
-                      ptrdiff_t n_cols);
+    /* u[t] = factor[t] * u[t] + the sum over j < t of s[j][t] * u[j], and then + rate[t] * v[t], for one t after another,
+     * t < n. Returns whether one of u is NaN or inf. */
+    int (*substitute)(void *u, const void *factor, const void *v, const void *rate, ptrdiff_t ld, const void *s,
+                      ptrdiff_t s_ld, ptrdiff_t n, ptrdiff_t n_cols);
 
     /* to[t] = factor[t] * from[t], t < n. */
     void (*scale_rows)(void *to, const void *from, const void *factor, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t n_cols);
@@ -307,7 +307,7 @@ typedef struct {
     /* s[i] *= weights[i], i < n, a multiple of `lanes`; 0 where the weight is 0, also of NaN and inf. */
     void (*weigh)(void *s, const void *weights, ptrdiff_t n);
 
-    /* u[t] += the sum over j > t of s[t][j] * u[j], for one t before another, t < n <= 16. */
+    /* u[t] += the sum over j > t of s[t][j] * u[j], for one t before another, t < n. */
     void (*substitute_back)(void *u, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n, ptrdiff_t n_cols);
 
     /* sums[t] += the sum over the lanes from t on, and the keys j < t, of s[j][lane] * change[j][lane], 0 < t < n. */

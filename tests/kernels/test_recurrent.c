@@ -91,6 +91,29 @@ static void test_exponentials(void) {
     }
 }
 
+static void test_token_decays(void) {
+    for (int round = 0; round < 100; round++) {
+        const int n = 1 + below(40), padded = (n + lanes - 1) / lanes * lanes;
+        const double most = below(2) ? 0.3 : 900, first = below(4) ? uniform(-1, 0) : special(below(3));
+        char *decay = tile(1, padded), *high = tile(1, padded), *low = tile(1, padded), *starts = tile(1, padded), *ends = tile(1, padded);
+        fill_row(decay, n, -most, 0), put(decay, 0, first);
+        kernels->sum_token_decays(high, low, starts, ends, decay, n);
+        long double whole = 0, sum = 0;
+        for (int t = 1; t < n; t++) whole += get(decay, t);
+        for (int t = 0; t < n; t++) {
+            if (t > 0) sum += get(decay, t);
+            CHECK(fabsl((long double)get(high, t) + get(low, t) - sum) <= (unit * unit + LDBL_EPSILON) * n * fabsl(sum),
+                  "the sum is " NUMBER " + " NUMBER ", not %Lg", get(high, t), get(low, t), sum);
+            const long double start = expl(first + sum), end = expl(whole - sum);
+            const double a = get(starts, t), b = get(ends, t);
+            CHECK(isnan(first) ? isnan(a) : start < 4 * smallest() ? a < 8 * smallest() : isinf(start) ? isinf(a) : ulps(a, start) <= 8,
+                  "the decay before is " NUMBER ", not %Lg", a, start);
+            CHECK(end < 4 * smallest() ? b < 8 * smallest() : ulps(b, end) <= 8, "the decay after is " NUMBER ", not %Lg", b, end);
+        }
+        release();
+    }
+}
+
 static void test_decay_columns(void) {
     for (int round = 0; round < 60; round++) {
         const int n = 1 + below(48), dim = lanes * (1 + below(3)), most = 64;
@@ -293,6 +316,7 @@ static void test_recurrent(void) {
     test_stored_tokens();
     test_stable_tokens();
     test_exponentials();
+    test_token_decays();
     test_decay_columns();
     test_weigh_tokens();
     test_gate();

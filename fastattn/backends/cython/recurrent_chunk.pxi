@@ -128,31 +128,13 @@ cdef void cut_chunk(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
 
 cdef void sum_token_decays(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     """Sums of the decays of whole tokens, and their factors."""
-    cdef Py_ssize_t i, size = n.itemsize, padded = (t.n + n.kernels.lanes - 1) // n.kernels.lanes * n.kernels.lanes
-    cdef double total = 0, rest = 0, more, added, other, first = get_real(t.decays, size)
-    for i in range(t.n):
-        if i > 0:
-            # Knuth's TwoSum.
-            more = get_real(t.decays + i * size, size)
-            added = total + more
-            other = added - total
-            rest += (total - (added - other)) + (more - other)
-            total = added
-        set_real(t.high + i * size, total, size)
-        set_real(t.low + i * size, (total - get_real(t.high + i * size, size)) + rest, size)
-    for i in range(t.n):
-        added = get_real(t.high + i * size, size)
-        other = get_real(t.low + i * size, size)
-        set_real(t.rest_high + i * size, total - added, size)
-        set_real(t.rest_low + i * size, (total - added) - get_real(t.rest_high + i * size, size) + (rest - other), size)
-        set_real(t.starts + i * size, first + added, size)
-        more = (first - (get_real(t.starts + i * size, size) - added)) + other
-        set_real(t.ends + i * size, more if isfinite(more) else 0, size)
-    n.kernels.exponentials(t.starts, t.starts, t.ends, padded)
-    n.kernels.exponentials(t.ends, t.rest_high, t.rest_low, padded)
-    first = get_real(t.starts + (t.n - 1) * size, size)
+    cdef Py_ssize_t i, size = n.itemsize
+    cdef char *before = t.before
+    cdef double last
+    n.kernels.sum_token_decays(t.high, t.low, t.starts, t.ends, t.decays, t.n)
+    last = get_real(t.starts + (t.n - 1) * size, size)
     for i in range(n.features):
-        set_real(t.before + i * size, first, size)
+        set_real(before + i * size, last, size)
 
 
 cdef void decay_tokens(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
@@ -236,21 +218,25 @@ cdef bint apply_delta_rule(const Recurrent *n, RecurrentTiles *t) noexcept nogil
     """t.added = beta times what is left of the values after the answers of the state, which earlier tokens change. The answers are
     added up from the oldest on, and values come last: most of the roundings are then those of small sums. Returns whether one is
     NaN or inf."""
-    cdef Py_ssize_t size = n.itemsize, i
-    cdef double rate
-    cdef const char *keys = t.keys
+    cdef Py_ssize_t size = n.itemsize, row = n.ld * size, i
+    cdef char *keys = t.keys
+    cdef char *rates = t.rates
+    cdef char *beta = t.beta
+    cdef char **rows = t.rows
+    cdef const char *factors = rates
     if n.has_columns:
         n.kernels.multiply(t.raised, t.keys, t.up, t.n * n.ld)
         keys = t.raised
     for i in range(t.n):
-        t.rows[i] = <char *>keys + i * n.ld * size
-        rate = -get_real(t.beta + i * size, size)
-        set_real(t.rates + i * size, rate, size)
-        set_real(t.factors + i * size, rate * get_real(t.starts + i * size, size) if n.has_token_decay else rate, size)
+        rows[i] = keys + i * row
+        set_real(rates + i * size, -get_real(beta + i * size, size), size)
+    if n.has_token_decay:
+        n.kernels.multiply(t.factors, rates, t.starts, padded_lanes(n, t.n))
+        factors = t.factors
     pack_tokens(n, t, t.n, size, 1)
-    score_tokens(n, t, 0, t.rates, NULL, 0, 0)
+    score_tokens(n, t, 0, rates, NULL, 0, 0)
     ask_state(n, t, t.added, t.n)
-    return n.kernels.substitute(t.added, t.factors, t.values, t.beta, n.values_ld, t.scores, t.n_lanes, t.n, t.width)
+    return n.kernels.substitute(t.added, factors, t.values, t.beta, n.values_ld, t.scores, t.n_lanes, t.n, t.width)
 
 
 cdef void normalize_rows(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py_ssize_t head, Py_ssize_t first,
@@ -282,14 +268,18 @@ cdef void normalize_rows(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item,
 cdef void attend_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py_ssize_t kv, Py_ssize_t first,
                         Py_ssize_t stop, bint has_chunk) noexcept nogil:
     """The results of some tokens, all query heads of the group, from the rounded state and the chunk, which has as many."""
-    cdef Py_ssize_t size = n.itemsize, head, row, n_rows, i, start
+    cdef Py_ssize_t size = n.itemsize, head, row, n_rows, stride, i, start
+    cdef char *at
+    cdef char **rows = t.rows
     cdef bint is_raised = has_chunk and n.has_columns, is_copied = n.query.storage != 0 or is_raised
     for head in range(kv * n.group, (kv + 1) * n.group):
         row = first
         while row < stop:
             n_rows = min(<Py_ssize_t>RECURRENT_TOKENS, stop - row)
+            at = t.raised if is_copied else item_row(&n.query, item, head, row)
+            stride = n.ld * size if is_copied else n.query.row
             for i in range(n_rows):
-                t.rows[i] = t.raised + i * n.ld * size if is_copied else item_row(&n.query, item, head, row + i)
+                rows[i] = at + i * stride
             if is_copied:
                 load_item_rows(n.kernels, size, t.raised, n.ld, &n.query, item_row(&n.query, item, head, row), n_rows, n.features)
             if is_raised:

@@ -83,8 +83,6 @@ cdef struct RecurrentTiles:
     char *after
     char *high           # of whole tokens: sums of decays after the first
     char *low
-    char *rest_high      # likewise: sums of those after a token
-    char *rest_low
     char *starts         # exp(sum with the first)
     char *ends           # exp(sum of those after a token)
     char *beta
@@ -155,8 +153,6 @@ cdef Py_ssize_t set_recurrent_tiles(const Recurrent *n, char *base, RecurrentTil
     t.after = take(&at, n.ld * size)
     t.high = take(&at, tokens * size)
     t.low = take(&at, tokens * size)
-    t.rest_high = take(&at, tokens * size)
-    t.rest_low = take(&at, tokens * size)
     t.starts = take(&at, tokens * size)
     t.ends = take(&at, tokens * size)
     t.beta = take(&at, tokens * size)
@@ -241,8 +237,10 @@ cdef void look_ahead(const Recurrent *n, RecurrentTiles *t, const ItemRows *rows
     cdef Py_ssize_t i, piece, pieces, nbytes = fastattn_stored_size(rows.storage & STORAGE, n.itemsize)
     cdef char *row = item_row(rows, item, head, first) + column * rows.col
     cdef char *at
-    cdef Py_ssize_t before = <Py_ssize_t>(<size_t>row & 63)
-    t.ahead_rows = max(<Py_ssize_t>0, min(n.tokens, stop - first))
+    cdef char **to = t.ahead
+    cdef Py_ssize_t before = <Py_ssize_t>(<size_t>row & 63), stride = rows.row
+    cdef Py_ssize_t n_rows = max(<Py_ssize_t>0, min(n.tokens, stop - first))
+    t.ahead_rows = n_rows
     t.n_ahead = 0
     if rows.col != nbytes:
         return
@@ -251,9 +249,10 @@ cdef void look_ahead(const Recurrent *n, RecurrentTiles *t, const ItemRows *rows
     t.ahead_nbytes = (nbytes // 64 + pieces - 1) // pieces * 64
     for piece in range(pieces):
         at = row - before + min(piece * t.ahead_nbytes, nbytes - t.ahead_nbytes)
-        for i in range(t.ahead_rows):
-            t.ahead[t.n_ahead + i] = at + i * rows.row
-        t.n_ahead += t.ahead_rows
+        for i in range(n_rows):
+            to[i] = at + i * stride
+        to += n_rows
+    t.n_ahead = pieces * n_rows
 
 
 cdef int64_t *set_item_rows(ItemRows *rows, cnp.ndarray array, int storage, tuple lead, int64_t *items) except NULL:

@@ -134,7 +134,7 @@ const fastattn_kernels CONCAT(CONCAT(fastattn_kernels, FASTATTN_ISA), REAL_BITS)
     .accumulate_rows = {EACH_READ(EACH_STORED, ACCUMULATE_ROWS_OF)}, KERNEL(accumulate_rows_nonfinite),
     .rope = {EACH_READ(EACH_WRITTEN, ROPE_OF)},
     KERNEL(elu_plus_one),
-    KERNEL(copy_rows), KERNEL(store_rows), KERNEL(count_stable), KERNEL(exponentials), KERNEL(sum_decays), KERNEL(decay_columns), KERNEL(weigh_tokens), KERNEL(gate),
+    KERNEL(copy_rows), KERNEL(store_rows), KERNEL(count_stable), KERNEL(exponentials), KERNEL(sum_token_decays), KERNEL(sum_decays), KERNEL(decay_columns), KERNEL(weigh_tokens), KERNEL(gate),
     KERNEL(substitute), KERNEL(scale_rows), KERNEL(multiply), KERNEL(advance_sums), KERNEL(advance_token),
     .convolve = {EACH_READ(EACH_WRITTEN, CONVOLVE_OF)},
     KERNEL(add_products), KERNEL(weigh), KERNEL(substitute_back), KERNEL(cross_tokens), KERNEL(cross_columns), KERNEL(add_outside),

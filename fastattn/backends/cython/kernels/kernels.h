@@ -249,6 +249,10 @@ typedef struct {
     /* to[i] = exp(high[i] + low[i]), i < n, a multiple of `lanes`. */
     void (*exponentials)(void *to, const void *high, const void *low, ptrdiff_t n);
 
+    /* Decays of whole tokens: high[t] and low[t] = the sum of decay[1 .. t], starts[t] = exp(decay[0] + that) and ends[t] =
+     * exp(the sum of decay[t + 1 .. n - 1]), t < n. starts and ends are writable up to whole vectors. */
+    void (*sum_token_decays)(void *high, void *low, void *starts, void *ends, const void *decay, ptrdiff_t n);
+
     /* high and low of row t = the sum of decay[1 .. t][d], for the rows up to n before which no sum of consecutive decays
      * of a column is beyond `most` in magnitude; returns how many these are, at least 1. */
     ptrdiff_t (*sum_decays)(void *high, void *low, const void *decay, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t dim, double most);

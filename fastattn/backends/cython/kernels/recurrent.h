@@ -81,6 +81,38 @@ INLINE void add_exactly(VEC *high, VEC *low, VEC x) {
     *high = sum;
 }
 
+static void sum_token_decays(void *high_sums, void *low_sums, void *starts, void *ends, const void *decay, ptrdiff_t n) {
+    const REAL *const decays = decay;
+    REAL *const highs = high_sums, *const lows = low_sums;
+    const double first = decays[0];
+    double total = 0, rest = 0;
+    for (ptrdiff_t t = 0; t < n; t++) {
+        /* Knuth's TwoSum. */
+        const double more = t > 0 ? decays[t] : 0, sum = total + more, other = sum - total;
+        rest += (total - (sum - other)) + (more - other);
+        total = sum;
+        highs[t] = (REAL)total;
+        lows[t] = (REAL)((total - highs[t]) + rest);
+    }
+    for (ptrdiff_t t = 0; t < n; t += LANES) {
+        REAL high[2][LANES] = {}, low[2][LANES] = {};
+        const int n_lanes = n - t < LANES ? (int)(n - t) : LANES;
+        for (int i = 0; i < n_lanes; i++) {
+            const double sum = highs[t + i], other = lows[t + i];
+            high[0][i] = (REAL)(first + sum);
+            const double start = (first - (high[0][i] - sum)) + other;
+            low[0][i] = isfinite(start) ? (REAL)start : 0;
+            high[1][i] = (REAL)(total - sum);
+            low[1][i] = (REAL)(((total - sum) - high[1][i]) + (rest - other));
+        }
+        VEC x[2] = {load(high[0]), load(high[1])};
+        const VEC y[2] = {load(low[0]), load(low[1])};
+        exp_vectors(2, x, y);
+        store((REAL *)starts + t, x[0]);
+        store((REAL *)ends + t, x[1]);
+    }
+}
+
 static ptrdiff_t sum_decays(void *high_rows, void *low_rows, const void *decay, ptrdiff_t ld, ptrdiff_t n, ptrdiff_t dim,
                             double most) {
     REAL *high = high_rows, *low = low_rows;

@@ -41,9 +41,9 @@ WITH_EXTENDED = {"fastattn.backends.cython.driver"}
 
 # No -ffast-math: -inf and NaN are data here. The flags about maths only drop errno and the FP status bits.
 # Python's own -fwrapv costs `score` up to 4 %: addresses that might wrap around are computed one by one.
-# Functions begin with a line of the cache: elsewhere, what stands before them moves their loops, and a change
-# to one function made portable recurrent attention, another, 1.1 times as slow (two threads of Zen 5,
-# 2026-11-29, interleaved).
+# Functions begin with a line of the cache. Otherwise what stands before a function moves its loops: portable
+# recurrent attention took 1.1 times as long after a change elsewhere (two threads of Zen 5, 2026-11-29,
+# interleaved).
 KERNEL_FLAGS = [
     "-O3",
     "-falign-functions=64",

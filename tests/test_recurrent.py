@@ -288,13 +288,15 @@ def test_heads_that_take_turns(run, rule, D, E):
     _, key, value = arrays
     key[0, 3, 40, 2] = np.inf
     value[0, 4, 70, 1] = np.nan
-    value[1, 7, 5] = 3e38  # what the delta rule adds then overflows
-    key[1, 7, :10] = np.float32(D**-0.5)
+    key[1, 7, :40] = np.float32(D**-0.5)
+    value[1, 7, 25], value[1, 7, 26] = 3e38, -3e38  # with rates of 1 the second adds -6e38
     if "decay" in gates:
         gates["decay"][0, 5, 33] = gates["decay"][0, 9, 90] = -2000
         gates["decay"][1, 2:6] *= 40
+        gates["decay"][1, 7, :40] = 0
     if "beta" in gates:
         gates["beta"][0, 1, 17:19] = 5
+        gates["beta"][1, 7, 25:27] = 1
     options = {
         "state": np.ones((2, 11, D, E), np.float32), "key_lengths": np.array([150, 101]), "return_state": True
     }  # fmt: skip
@@ -305,6 +307,21 @@ def test_heads_that_take_turns(run, rule, D, E):
         out, after = run(*swapped, **turned, **options, layout="bshd", num_threads=num_threads)
         assert_same_bits(out.swapaxes(-3, -2), expected)
         assert_same_bits(after, state)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("L", [1, 4, 5, 70])
+def test_a_layout_changes_no_bit(run, rule, dtype, L):
+    """Contiguous arrays of either layout, without a state to begin with."""
+    arrays, gates = inputs(rule, (3,), 8, 8, L, 16, 16, dtype)
+    swapped = [np.ascontiguousarray(x.swapaxes(-3, -2)) for x in arrays]
+    turned = {name: np.ascontiguousarray(x.swapaxes(1, 2)) for name, x in gates.items()}
+    expected, state = run(*arrays, **gates, return_state=True)
+    out, after = run(*swapped, **turned, layout="bshd", return_state=True)
+    assert_same_bits(out.swapaxes(-3, -2), expected)
+    assert_same_bits(after, state)
+    assert_same_bits(run(*swapped, **turned, layout="bshd"), out)
 
 
 @pytest.mark.parametrize("backend", ["cython", "reference"])

@@ -54,8 +54,9 @@ cdef void attend_slices(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, 
 
 cdef void attend_chunk(const Recurrent *n, RecurrentTiles *t, const RecurrentTiles *next, Py_ssize_t next_kv, Py_ssize_t item,
                        Py_ssize_t kv, Py_ssize_t last, Py_ssize_t stop) noexcept nogil:
-    """The results of a chunk of the tokens t.first to `last`, whose keys are then in the state. t.first becomes that of the next
-    chunk. `next` are the tiles of the head whose chunk comes next."""
+    """The results of a chunk that begins with t.first and ends before `last`; its keys are added to the state, and t.first becomes
+    where the next one begins. Where chunks end otherwise in some columns than in others, the results of all tokens before
+    `stop`. `next`: the tiles of the head whose turn is next, if the chunk is not cut."""
     cdef Py_ssize_t key_item = item_of_keys(n, item), first = t.first, overflows
     load_tokens(n, t, key_item, kv, first, min(n.tokens, last - first))
     if t.width > n.kernels.lanes and t.may_be_nonfinite and find_nonfinite(n, t.values, n.values_ld, t.n) < t.n:
@@ -65,7 +66,7 @@ cdef void attend_chunk(const Recurrent *n, RecurrentTiles *t, const RecurrentTil
     cut_chunk(n, t)
     while True:
         decay_tokens(n, t)
-        weigh_scores(n, t)
+        weigh_chunk(n, t)
         if not n.has_beta:
             break
         look_ahead(n, t, &n.query, item, kv * n.group, first, first + t.n, 0, n.features)
@@ -215,8 +216,7 @@ cdef void run_recurrent_task(const Recurrent *n, RecurrentTiles *tiles, Py_ssize
         read_state(n, t, <char *>sums, sizeof(double), sums + n.features * n.value_dim)
         attend_positions(n, t, 1, item, kv, part * n.segment, min((part + 1) * n.segment, n.length))
     elif n.length <= FEW_TOKENS and n.is_causal and not n.is_normalized:
-        for h in range(n_heads):
-            advance_tokens(n, t, item, kv + h)
+        advance_tokens(n, t, item, kv)
     else:
         for h in range(n_heads):
             read_earlier(n, &tiles[h], head + h)
@@ -255,13 +255,17 @@ cdef bint run_phase(Recurrent *n, RecurrentPhase phase, Py_ssize_t n_tasks, int 
 
 
 cdef Py_ssize_t choose_heads_at_once(const Recurrent *n, int num_threads) noexcept nogil:
-    """No bit depends on it."""
-    cdef Py_ssize_t heads = MOST_HEADS, nbytes = n.features * n.values_ld * (<Py_ssize_t>sizeof(double) + n.itemsize)
-    if not n.is_causal or fabs(<double>n.key.head) >= fabs(<double>n.key.row):
+    """As many as leave two tasks to a thread, and no thread much more than its share. No bit depends on it."""
+    cdef Py_ssize_t nbytes = n.features * n.values_ld * (<Py_ssize_t>sizeof(double) + n.itemsize), groups, heads, tasks, most
+    if not n.is_causal or n.length <= FEW_TOKENS or fabs(<double>n.key.head) >= fabs(<double>n.key.row):
         return 1
-    while heads > 1 and (heads * nbytes > HEADS_NBYTES or n.n_key_items * n.num_kv_heads < 2 * num_threads * heads):
-        heads //= 2
-    return heads
+    most = (n.n_key_items * n.num_kv_heads + num_threads - 1) // num_threads * 17 // 16
+    for groups in range((n.num_kv_heads + MOST_HEADS - 1) // MOST_HEADS, n.num_kv_heads):
+        heads = (n.num_kv_heads + groups - 1) // groups
+        tasks = n.n_key_items * groups
+        if heads * nbytes <= HEADS_NBYTES and tasks >= 2 * num_threads and (tasks + num_threads - 1) // num_threads * heads <= most:
+            return heads
+    return 1
 
 
 cdef bint run_recurrent(Recurrent *n, int num_threads) noexcept nogil:

@@ -95,7 +95,8 @@ cdef void load_tokens(const Recurrent *n, RecurrentTiles *t, Py_ssize_t item, Py
     """Keys, values, decays and rates of some tokens."""
     t.first = first
     t.n = most
-    t.may_be_nonfinite = load_item_rows(n.kernels, n.itemsize, t.keys, n.ld, &n.key, item_row(&n.key, item, head, first), most, n.features)
+    t.may_be_nonfinite = load_item_rows(n.kernels, n.itemsize, t.keys, n.ld, &n.key, item_row(&n.key, item, head, first), most,
+                                        n.features)
     t.may_be_nonfinite |= load_item_rows(n.kernels, n.itemsize, t.values, n.values_ld, &n.value,
                                          item_row(&n.value, item, head, first) + t.column * n.value.col, most, t.n_columns)
     if n.has_elu:
@@ -183,7 +184,7 @@ cdef inline void set_score_stops(const Recurrent *n, RecurrentTiles *t) noexcept
         t.stops[v] = min(t.n, (v * n.kernels.lanes // TOKEN_BLOCK + 1) * TOKEN_BLOCK)
 
 
-cdef inline void weigh_scores(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
+cdef inline void weigh_chunk(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     """What decays of whole tokens leave between those of the chunk."""
     if n.has_token_decay:
         t.n_lanes = padded_lanes(n, t.n)

@@ -140,24 +140,29 @@ cdef void unpack_tokens(const Recurrent *n, RecurrentTiles *t, char *to, Py_ssiz
     n.kernels.unpack(t.rows, size, t.n, t.acc, lanes, n_cols, t.factors)
 
 
+cdef Py_ssize_t *all_stops(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
+    """t.stops, with all tokens of the chunk for each vector."""
+    cdef Py_ssize_t v
+    for v in range(padded_lanes(n, t.n) // n.kernels.lanes):
+        t.stops[v] = t.n
+    return t.stops
+
+
 cdef void gate_all(const Recurrent *n, GradientTiles *g, char *scores, const char *factor) noexcept nogil:
     """Scores times a factor of each lane; 0 for later tokens than that of the lane."""
-    cdef RecurrentTiles *t = &g.tiles
-    cdef Py_ssize_t v, lanes = padded_lanes(n, t.n)
-    for v in range(lanes // n.kernels.lanes):
-        t.stops[v] = t.n
-    n.kernels.gate(scores, lanes, t.stops, 1, factor, NULL)
+    n.kernels.gate(scores, padded_lanes(n, g.tiles.n), all_stops(n, &g.tiles), 1, factor, NULL)
 
 
 cdef void set_weights(const Recurrent *n, GradientTiles *g) noexcept nogil:
     """What decays leave between the tokens of the chunk."""
     cdef RecurrentTiles *t = &g.tiles
     cdef Py_ssize_t i, lanes = padded_lanes(n, t.n), size = n.itemsize
-    for i in range(t.n):
-        memcpy(g.weights + i * lanes * size, t.ones, lanes * size)
-    gate_all(n, g, g.weights, t.ones)
     if n.has_token_decay:
-        n.kernels.weigh_tokens(g.weights, lanes, t.stops, t.high, t.low)
+        n.kernels.weigh_tokens(g.weights, lanes, all_stops(n, t), t.high, t.low)
+    else:
+        for i in range(t.n):
+            memcpy(g.weights + i * lanes * size, t.ones, lanes * size)
+        gate_all(n, g, g.weights, t.ones)
     memcpy(g.weights_before, g.weights, t.n * lanes * size)
     for i in range(t.n):
         set_real(g.weights_before + (i * lanes + i) * size, 0, size)
@@ -190,7 +195,7 @@ cdef void advance_chunk(const Recurrent *n, GradientTiles *g, Py_ssize_t item, P
     begin_chunk(n, t)
     if n.has_beta:
         round_state(n, t)
-        weigh_scores(n, t)
+        weigh_chunk(n, t)
         apply_delta_rule(n, t)
     add_tokens(n, t)
 

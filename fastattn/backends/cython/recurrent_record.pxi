@@ -9,7 +9,7 @@ cdef enum:
     AHEAD_NBYTES = STATE_ROWS * PREFETCH_PER_COLUMN
 
 ctypedef enum RecurrentPhase:
-    WHOLE_HEADS      # a task is a head, or some columns of its values: all of its tokens
+    WHOLE_HEADS      # a task is heads_at_once heads, or some columns of the values of one: all of their tokens
     SUM_SEGMENTS     # a task is a segment of the keys of a head
     FOLD_SEGMENTS    # a task is a head: the sums of its segments become those that queries read
     ATTEND_SEGMENTS  # a task is a segment of the queries of a head
@@ -58,7 +58,8 @@ cdef struct Recurrent:
 
 
 cdef struct RecurrentTiles:
-    # A thread's own memory. Rows of keys and queries are `ld` apart, of values `values_ld`.
+    # A thread's own memory. Rows of keys and queries are `ld` apart, of values `values_ld`. Heads that take turns have each the
+    # tiles of `set_state_tiles` and its numbers, and share all other tiles.
     double *sums         # (features, values_ld): the state
     char *rounded        # the same in the type of the computation
     char *part           # what the chunk adds to STATE_ROWS rows of it
@@ -93,7 +94,7 @@ cdef struct RecurrentTiles:
     char **ahead         # rows that are read soon: ahead_nbytes of each, then the next of each
     Py_ssize_t *stops
     # The chunk.
-    Py_ssize_t first, n
+    Py_ssize_t first, n  # its tokens; `attend_chunk` leaves where the next one begins in `first`
     Py_ssize_t n_lanes   # of the packed tokens, padded to vectors
     bint may_be_nonfinite  # a key or value but those of the first
     bint is_empty        # the state is 0

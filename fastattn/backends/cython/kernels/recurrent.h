@@ -207,9 +207,8 @@ static void gate(void *s_tile, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t s
         const ptrdiff_t n_keys = *stops++;
         const VEC scale = factor ? load((const REAL *)factor + lane) : splat(1);
         REAL *s = (REAL *)s_tile + lane;
-        const REAL *w = (const REAL *)weights + lane;
-        for (ptrdiff_t j = 0; j < n_keys; j++, s += ld, w += ld) {
-            const VEC x = load(s) * (weights ? scale * load(w) : scale);
+        for (ptrdiff_t j = 0; j < n_keys; j++, s += ld) {
+            const VEC x = load(s) * (weights ? scale * load((const REAL *)weights + j * ld + lane) : scale);
             store(s, select_lanes(lane_numbers() > (LANE_INT)(j - lane - seen), x, (VEC){}));
         }
     }
@@ -221,7 +220,8 @@ static void gate(void *s_tile, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t s
 #define SYSTEM_ROWS 8
 #define SYSTEM_VECTORS (TILE_ROWS * TILE_VECTORS >= 24 ? 2 : 1)
 
-/* n rows of `substitute` from row `first` on, or with `back` of `substitute_back`, where those from `stop` on are solved. */
+/* n rows of `substitute` from row `first` on, those before being solved, or with `back` of `substitute_back`, where those from
+ * first + n to stop - 1 are. */
 INLINE void solve_rows(const int n, const int V, const int back, REAL *u, const REAL *factor, const REAL *v, const REAL *rate,
                        ptrdiff_t ld, const REAL *s, ptrdiff_t s_ld, ptrdiff_t first, ptrdiff_t stop, IVEC *nonfinite) {
 #define SCORE(earlier, later) s[back ? (later) * s_ld + (earlier) : (earlier) * s_ld + (later)]

@@ -256,14 +256,16 @@ cdef bint run_phase(Recurrent *n, RecurrentPhase phase, Py_ssize_t n_tasks, int 
 
 cdef Py_ssize_t choose_heads_at_once(const Recurrent *n, int num_threads) noexcept nogil:
     """As many as leave two tasks to a thread, and no thread much more than its share. No bit depends on it."""
-    cdef Py_ssize_t nbytes = n.features * n.values_ld * (<Py_ssize_t>sizeof(double) + n.itemsize), groups, heads, tasks, most
+    cdef Py_ssize_t nbytes = n.features * n.values_ld * (<Py_ssize_t>sizeof(double) + n.itemsize), groups, heads, tasks, longest
+    cdef Py_ssize_t share = (n.n_key_items * n.num_kv_heads + num_threads - 1) // num_threads
     if not n.is_causal or n.length <= FEW_TOKENS or fabs(<double>n.key.head) >= fabs(<double>n.key.row):
         return 1
-    most = (n.n_key_items * n.num_kv_heads + num_threads - 1) // num_threads * 17 // 16
     for groups in range((n.num_kv_heads + MOST_HEADS - 1) // MOST_HEADS, n.num_kv_heads):
         heads = (n.num_kv_heads + groups - 1) // groups
         tasks = n.n_key_items * groups
-        if heads * nbytes <= HEADS_NBYTES and tasks >= 2 * num_threads and (tasks + num_threads - 1) // num_threads * heads <= most:
+        # Two bounds: all tasks are as large as the largest, or the last one that begins is.
+        longest = min((tasks + num_threads - 1) // num_threads * heads, share + heads * (num_threads - 1) // num_threads)
+        if heads * nbytes <= HEADS_NBYTES and tasks >= 2 * num_threads and longest <= share * 17 // 16:
             return heads
     return 1
 

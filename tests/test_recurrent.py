@@ -232,6 +232,26 @@ def test_an_overflow_reaches_no_earlier_token(run):
     assert (np.abs(out - expected).max(axis=-1)[fine] <= 1e-2 * size[fine]).all()
 
 
+@pytest.mark.parametrize("backend", ["cython", "reference"])
+@pytest.mark.parametrize("rule", ["delta", "gated_delta", "kimi"])
+@pytest.mark.parametrize("E", [4, 20])
+def test_an_overflow_amid_a_chunk_reaches_no_earlier_token(backend, rule, E):
+    """Of finite numbers: the second of two large values, of the same key, adds -6e38."""
+    arrays, gates = inputs(rule, H=1, K=1, E=E)
+    arrays[1][:] = np.float32(8**-0.5)
+    arrays[2][:, 25], arrays[2][:, 26] = 3e38, -3e38
+    gates["beta"][:, 25:27] = 1
+    if "decay" in gates:
+        gates["decay"][:] = 0
+    with np.errstate(all="ignore"):
+        out = gated_linear_attention(*arrays, **gates, backend=backend)
+    before = {name: x[:, :26] for name, x in gates.items()}
+    expected = gated_linear_attention(*(x[:, :26] for x in arrays), **before, backend=backend)
+    assert np.isfinite(expected).all() and not np.isfinite(out[:, 26]).any()
+    assert_near(out[:, :25], expected[:, :25].astype(WIDE), 100)
+    assert_near(out[:, :26], expected.astype(WIDE), 100)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_16_bits_are_converted_exactly_and_rounded_once(dtype):
     arrays, gates = inputs("gated_delta", (2,), 4, 2, 70, 16, 16)

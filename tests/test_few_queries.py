@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+import fastattn
 from fastattn import dropout_mask, masks
 from fastattn._call.schedule import Target, make_schedule
 from fastattn._machine.constants import BLOCK_K, FEW_ROWS, PIECE_ROWS, PIECE_TILES, UNCACHED_NBYTES
@@ -603,3 +604,18 @@ def test_nan_query_row_is_nan_alone(engine, dtype):
     assert not results[2][here][:, ~reads].any()
     for got, wanted in zip(results, clean, strict=True):
         assert_same_bits(got[~here], wanted[~here])
+
+
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+@pytest.mark.parametrize("L", [1, 3, 40])
+@pytest.mark.parametrize("strides", [(0, 0), (64, 0), (0, 4), (4, 8)])
+def test_rows_of_one_number_and_rows_that_overlap(backend, L, strides):
+    """Columns of stride 0 were read as if they were contiguous."""
+    rng = np.random.default_rng(L)
+    query, memory = (rng.standard_normal(shape, dtype=np.float32) for shape in ((1, L, 16), 4000))
+    key, value = (
+        np.lib.stride_tricks.as_strided(x, (1, 40, 16), (0, *strides)) for x in (memory, memory[5:])
+    )
+    out = fastattn.attention(query, key, value, backend=backend)
+    expected = fastattn.attention(query, key.copy(), value.copy(), backend="reference")
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)

@@ -205,7 +205,7 @@ def _readable(arrays: tuple[Any, ...], dtype: np.dtype, uses_rows: bool) -> tupl
         return arrays
     readable = list(arrays)
     for number in gaps:
-        readable[number] = _converted(readable[number], np.ascontiguousarray)
+        readable[number] = _converted(readable[number], np.ascontiguousarray, whole_rows=True)
     if bias is not None and bias.dtype != dtype:
         with np.errstate(over="ignore"):  # a bias below the range of the dtype masks
             readable[BIAS] = _converted(bias, lambda x: x.astype(dtype))
@@ -214,9 +214,11 @@ def _readable(arrays: tuple[Any, ...], dtype: np.dtype, uses_rows: bool) -> tupl
     return tuple(readable)
 
 
-def _converted(array: np.ndarray, convert: Any) -> np.ndarray:
-    """The converted array. Elements are converted once, also where axes are broadcast."""
-    once = array[tuple(slice(None if stride else 1) for stride in array.strides)]
+def _converted(array: np.ndarray, convert: Any, whole_rows: bool = False) -> np.ndarray:
+    """The converted array. Elements are converted once, also where axes are broadcast, but the last one with
+    whole_rows."""
+    steps = (*array.strides[:-1], 1) if whole_rows else array.strides
+    once = array[tuple(slice(None if step else 1) for step in steps)]
     return np.broadcast_to(convert(once), array.shape)
 
 

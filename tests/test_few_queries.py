@@ -619,3 +619,18 @@ def test_rows_of_one_number_and_rows_that_overlap(backend, L, strides):
     out = fastattn.attention(query, key, value, backend=backend)
     expected = fastattn.attention(query, key.copy(), value.copy(), backend="reference")
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["cython", "numba"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_other_numbers_in_the_same_arrays_of_any_order(backend, layout):
+    """A call like one before has its arrays as they are given, not as views in another layout."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((2, n, 16), dtype=np.float32) for n in (2, 2, 2))
+    key, value = np.asfortranarray(key), value[..., ::-1]
+    for _ in range(3):
+        key[...], value[...] = rng.standard_normal((2, *key.shape))
+        out = fastattn.attention(query, key, value, backend=backend, layout=layout)
+        copies = np.ascontiguousarray(key), np.ascontiguousarray(value)
+        expected = fastattn.attention(query, *copies, backend="reference", layout=layout)
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)

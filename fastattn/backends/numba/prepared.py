@@ -86,7 +86,14 @@ class Prepared:
         self.nbytes = self.num_threads * sum(self.tiles.values()) + self.partials_nbytes
         self.uses_rows = bool(job["uses_rows"])
         self._needed, self.needed_again = (self._stages(job, is_safe) for is_safe in (False, True))
-        arrays = _readable(problem.arrays(), problem.dtype, self.uses_rows)
+        #: Keys and values whose rows have gaps, which compiled code for few queries cannot read: their shapes and
+        #: strides here, as a later call has the arrays as they are given, in any layout.
+        self.gaps = {
+            number: (array.shape, array.strides)
+            for number, array in enumerate(problem.arrays())
+            if self.uses_rows and number in (KEY, VALUE) and array.strides[-1] != problem.dtype.itemsize
+        }
+        arrays = _readable(problem.arrays(), problem.dtype, self.gaps)
         #: The words of a call: its record, and the table of views.
         views = _views(problem, arrays)
         self.views = record.nbytes // 8
@@ -114,7 +121,7 @@ class Prepared:
             job = idle.pop()
         except IndexError:
             job = _Job(self)
-        job.run(_readable(arrays, self.dtype, self.uses_rows), score_mod)
+        job.run(_readable(arrays, self.dtype, self.gaps), score_mod)
         if not idle and self.nbytes <= MAX_IDLE_NBYTES:
             idle.append(job)
 
@@ -196,16 +203,15 @@ def _aligned(nbytes: int) -> np.ndarray:
     return memory[start : start + nbytes]
 
 
-def _readable(arrays: tuple[Any, ...], dtype: np.dtype, uses_rows: bool) -> tuple[Any, ...]:
+def _readable(arrays: tuple[Any, ...], dtype: np.dtype, gaps: dict[int, Any]) -> tuple[Any, ...]:
     """The arrays, with converted copies of those that compiled code cannot read in place."""
-    bias, dense, gaps = arrays[BIAS], arrays[DENSE], []
-    if uses_rows:
-        gaps = [number for number in (KEY, VALUE) if arrays[number].strides[-1] != dtype.itemsize]
+    bias, dense = arrays[BIAS], arrays[DENSE]
     if (bias is None or bias.dtype == dtype) and (dense is None or dense.itemsize == 1) and not gaps:
         return arrays
     readable = list(arrays)
-    for number in gaps:
-        readable[number] = _converted(readable[number], np.ascontiguousarray, whole_rows=True)
+    for number, (shape, strides) in gaps.items():
+        rows = np.lib.stride_tricks.as_strided(readable[number], shape, strides)
+        readable[number] = _converted(rows, np.ascontiguousarray, whole_rows=True)
     if bias is not None and bias.dtype != dtype:
         with np.errstate(over="ignore"):  # a bias below the range of the dtype masks
             readable[BIAS] = _converted(bias, lambda x: x.astype(dtype))

@@ -86,8 +86,8 @@ class Prepared:
         self.nbytes = self.num_threads * sum(self.tiles.values()) + self.partials_nbytes
         self.uses_rows = bool(job["uses_rows"])
         self._needed, self.needed_again = (self._stages(job, is_safe) for is_safe in (False, True))
-        #: Keys and values whose rows have gaps, which compiled code for few queries cannot read: their shapes and
-        #: strides here, as a later call has the arrays as they are given, in any layout.
+        #: Keys and values whose rows have gaps, which compiled code for few queries cannot read: their shapes
+        #: and strides here, as a later call has the arrays as they are given, in any layout.
         self.gaps = {
             number: (array.shape, array.strides)
             for number, array in enumerate(problem.arrays())

@@ -196,7 +196,7 @@ cdef void run_recurrent_task(const Recurrent *n, RecurrentTiles *tiles, Py_ssize
         t = &tiles[h]
         t.column = part * n.columns if n.phase == WHOLE_HEADS else 0
         t.n_columns = min(n.columns, n.value_dim - t.column)
-        t.width = (t.n_columns + n.kernels.lanes - 1) // n.kernels.lanes * n.kernels.lanes
+        t.width = padded_lanes(n, t.n_columns)
     t = tiles
     # Columns past those of the task are 0.
     memset(t.added, 0, n.tokens * n.values_ld * n.itemsize)

@@ -127,24 +127,19 @@ cdef void cut_chunk(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
                 break
 
 
-cdef void sum_token_decays(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
-    """Sums of the decays of whole tokens, and their factors."""
-    cdef Py_ssize_t i, size = n.itemsize
-    cdef char *before = t.before
-    cdef double last
-    n.kernels.sum_token_decays(t.high, t.low, t.starts, t.ends, t.decays, t.n)
-    last = get_real(t.starts + (t.n - 1) * size, size)
-    for i in range(n.features):
-        set_real(before + i * size, last, size)
-
-
 cdef void decay_tokens(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     """The factors of the chunk's decays, and what scores are products with."""
+    cdef Py_ssize_t size = n.itemsize, d
+    cdef char *before = t.before
+    cdef double whole
     if n.has_columns:
         n.kernels.decay_columns(t.up, t.down, t.before, t.after, t.decays, n.ld, t.n, n.ld)
         n.kernels.multiply(t.lowered, t.keys, t.down, t.n * n.ld)
     elif n.has_token_decay:
-        sum_token_decays(n, t)
+        n.kernels.sum_token_decays(t.high, t.low, t.starts, t.ends, t.decays, t.n)
+        whole = get_real(t.starts + (t.n - 1) * size, size)
+        for d in range(n.features):
+            set_real(before + d * size, whole, size)
 
 
 cdef inline void set_values(const Recurrent *n, fastattn_values *values, const char *at, Py_ssize_t row) noexcept nogil:
@@ -185,7 +180,7 @@ cdef inline void set_score_stops(const Recurrent *n, RecurrentTiles *t) noexcept
 
 
 cdef inline void weigh_chunk(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
-    """What decays of whole tokens leave between those of the chunk."""
+    """The decays between tokens of the chunk, by those of whole tokens."""
     if n.has_token_decay:
         t.n_lanes = padded_lanes(n, t.n)
         set_score_stops(n, t)

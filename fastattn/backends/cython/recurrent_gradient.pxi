@@ -154,7 +154,7 @@ cdef void gate_all(const Recurrent *n, GradientTiles *g, char *scores, const cha
 
 
 cdef void set_weights(const Recurrent *n, GradientTiles *g) noexcept nogil:
-    """What decays leave between the tokens of the chunk."""
+    """The decays between tokens of the chunk."""
     cdef RecurrentTiles *t = &g.tiles
     cdef Py_ssize_t i, lanes = padded_lanes(n, t.n), size = n.itemsize
     if n.has_token_decay:
@@ -182,10 +182,7 @@ cdef void begin_chunk(const Recurrent *n, RecurrentTiles *t) noexcept nogil:
     """The factors of the decays of a chunk that is loaded."""
     if n.has_columns:
         n.kernels.sum_decays(t.up, t.down, t.decays, n.ld, t.n, n.ld, DECAY_RANGE)
-        n.kernels.decay_columns(t.up, t.down, t.before, t.after, t.decays, n.ld, t.n, n.ld)
-        n.kernels.multiply(t.lowered, t.keys, t.down, t.n * n.ld)
-    elif n.has_token_decay:
-        sum_token_decays(n, t)
+    decay_tokens(n, t)
 
 
 cdef void advance_chunk(const Recurrent *n, GradientTiles *g, Py_ssize_t item, Py_ssize_t head, Py_ssize_t chunk) noexcept nogil:

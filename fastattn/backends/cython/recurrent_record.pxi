@@ -74,7 +74,7 @@ cdef struct RecurrentTiles:
     char *packed         # (features, lanes) of queries, or of keys that are asked for, times `up` of decays of columns
     char *asked          # the same times `before`; `packed` without decays of columns
     char *scores         # (tokens, lanes)
-    char *weights        # of scores: what decays of whole tokens leave
+    char *weights        # (tokens, lanes): the decays between tokens, by those of whole tokens
     char *totals         # of lanes: sums of scores
     char *acc            # answers, and then results
     char *decays         # of columns, a row a token

@@ -84,14 +84,13 @@ class Prepared:
         self.tiles = _tiles(problem, schedule, int(job["rows_ld"]))
         self.partials_nbytes = int(job["n_tasks"] * job["partial_nbytes"]) if schedule.uses_split_kv else 0
         self.nbytes = self.num_threads * sum(self.tiles.values()) + self.partials_nbytes
-        self.uses_rows = bool(job["uses_rows"])
         self._needed, self.needed_again = (self._stages(job, is_safe) for is_safe in (False, True))
         #: Keys and values whose rows have gaps, which compiled code for few queries cannot read: their shapes
         #: and strides here, as a later call has the arrays as they are given, in any layout.
         self.gaps = {
             number: (array.shape, array.strides)
             for number, array in enumerate(problem.arrays())
-            if self.uses_rows and number in (KEY, VALUE) and array.strides[-1] != problem.dtype.itemsize
+            if job["uses_rows"] and number in (KEY, VALUE) and array.strides[-1] != problem.dtype.itemsize
         }
         arrays = _readable(problem.arrays(), problem.dtype, self.gaps)
         #: The words of a call: its record, and the table of views.

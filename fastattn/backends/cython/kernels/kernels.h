@@ -263,7 +263,7 @@ typedef struct {
     void (*decay_columns)(void *up, void *down, void *before, void *after, const void *first, ptrdiff_t ld, ptrdiff_t n,
                           ptrdiff_t dim);
 
-    /* What decays leave of token j at the token of a lane: weights[j][lane] = exp(the sum of token `lane` - that of token j)
+    /* The decay from token j to the token of a lane: weights[j][lane] = exp(the sum of token `lane` - that of token j)
      * for j <= lane, and 0 for the other j < the stop of the lane's vector. */
     void (*weigh_tokens)(void *weights, ptrdiff_t ld, const ptrdiff_t *stops, const void *high, const void *low);
 

@@ -3,10 +3,11 @@
 cdef enum:
     SUMMED_TOKENS = 96    # of a chunk that no query reads
     # Heads beside each other in memory take turns, a chunk of each: rows of several are then read from a page of memory before
-    # the next. 4 of 64 take 0.90 of the time of one after another in 16,384 tokens, 1.00 in 1,024, 8 of 32 take 0.92, 4 of 128
-    # take 1.00: two threads of Zen 5, "bshd", 2026-11-29, interleaved.
+    # the next. One after another they take, of 64 columns, 1.15 of the time in 16,384 tokens, 1.05 in 4,096, 1.03 in 1,024; of 32
+    # columns 1.14: two threads of Zen 5, "bshd", 2026-11-29, interleaved. More than 8 were not measured.
     MOST_HEADS = 8
-    HEADS_NBYTES = 1 << 18 # of their states
+    # Of their states, a quarter of the L2 of Zen 4 and 5. With heads of 128, whose states are larger, 2 to 8 heads gained nothing.
+    HEADS_NBYTES = 1 << 18
     FEW_TOKENS = 4         # are added one after another; other numbers were not measured
     RECURRENT_SMALL = 1 << 19  # multiply-adds from which on two threads may be faster than one; an estimate
     # Where there are fewer heads than SEGMENT_HEADS, each is divided into segments, at most MOST_SEGMENTS, of at least
@@ -263,7 +264,7 @@ cdef Py_ssize_t choose_heads_at_once(const Recurrent *n, int num_threads) noexce
     for groups in range((n.num_kv_heads + MOST_HEADS - 1) // MOST_HEADS, n.num_kv_heads):
         heads = (n.num_kv_heads + groups - 1) // groups
         tasks = n.n_key_items * groups
-        # Two bounds: all tasks are as large as the largest, or the last one that begins is.
+        # Two bounds: all tasks are as large as the largest, or the last one that begins is. A sixteenth is an estimate.
         longest = min((tasks + num_threads - 1) // num_threads * heads, share + heads * (num_threads - 1) // num_threads)
         if heads * nbytes <= HEADS_NBYTES and tasks >= 2 * num_threads and longest <= share * 17 // 16:
             return heads

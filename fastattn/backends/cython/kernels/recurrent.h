@@ -215,8 +215,8 @@ static void gate(void *s_tile, ptrdiff_t ld, const ptrdiff_t *stops, ptrdiff_t s
 }
 
 /* Rows and vectors of columns that stay in registers. A row waits for two operations on the one before it, so that two
- * vectors are worked on at once where there are 32 registers: 16 rows of one vector take 1.05 of the time of a call of 16
- * heads of 64 (two threads of Zen 5, AVX-512, 2026-11-29, interleaved). */
+ * vectors are worked on at once where there are 32 registers: one at a time takes 1.00 to 1.02 of a call by the delta rule,
+ * heads of 32 and 64 (two threads of Zen 5, AVX-512, 2026-11-29, interleaved). */
 #define SYSTEM_ROWS 8
 #define SYSTEM_VECTORS (TILE_ROWS * TILE_VECTORS >= 24 ? 2 : 1)
 

@@ -100,8 +100,7 @@ static void sum_token_decays(void *high_sums, void *low_sums, void *starts, void
         for (int i = 0; i < n_lanes; i++) {
             const double sum = highs[t + i], other = lows[t + i];
             high[0][i] = (REAL)(first + sum);
-            const double start = (first - (high[0][i] - sum)) + other;
-            low[0][i] = isfinite(start) ? (REAL)start : 0;
+            low[0][i] = (REAL)((first - (high[0][i] - sum)) + other); /* any number where that is beyond all exponents */
             high[1][i] = (REAL)(total - sum);
             low[1][i] = (REAL)(((total - sum) - high[1][i]) + (rest - other));
         }

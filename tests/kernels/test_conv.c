@@ -2,7 +2,7 @@
  * Included by test_kernels.c only. */
 
 /* y / (1 + exp(-y)), with its limits. */
-static long double silu(long double y) { return y == -INFINITY ? -0.0L : y / (1 + expl(-y)); }
+static long double silu(long double y) { return y == -INFINITY ? -0.0L : y / (1 + exact_exp(-y)); }
 
 static void check_conv(int storage, int width, int n_rows, int n_cols, int along, int is_silu) {
     const int nbytes = storage == FASTATTN_REAL ? size : 2, n_inputs = along ? width : n_rows + width - 1;

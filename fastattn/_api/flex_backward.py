@@ -108,8 +108,9 @@ def flex_attention_backward(
     the functions return for them.
 
     For `aux` the function is evaluated once for each element of these that it reads, and for each number.
-    The sums are in float64, with up to 64 partial sums of each, in 32 MB or twice the size of `aux`. Captured
-    arrays and numbers have no gradient.
+    The sums are in float64, with up to 64 partial sums of each, in 32 MB or twice the size of `aux`; there
+    are none for ``bias[b, h, q_idx, kv_idx]``, as no two scores share an element. Captured arrays and numbers
+    have no gradient.
 
     Determinism: the same bits on any number of threads, for `aux` too. docs/promises.md says more.
 

@@ -100,9 +100,9 @@ class CythonBackend(Backend):
         for all_large in (False, True):
             room = make_room(backward, schedule, target.lanes)
             loops = gradient_loops_of(backward, schedule, target.lanes)
-            n_threads = schedule.num_threads
-            if loops is not None and loops.sums is not None:
-                n_threads = min(n_threads, len(loops.sums))
+            n_threads = (
+                schedule.num_threads if loops is None else min(schedule.num_threads, loops.max_threads)
+            )
             again = driver.differentiate(
                 write_record(of_gradients, schedule, target, **larger), of_gradients.arrays(),
                 write_record(problem, schedule, target), problem.arrays(), n_threads,

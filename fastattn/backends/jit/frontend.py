@@ -48,6 +48,7 @@ class Typed(NamedTuple):
     descriptor: Any
     signature: Any
     reads: frozenset[str]  #: the names of the parameters that it depends on
+    indices: dict[str, tuple[str, ...]]  #: see `_indices_of_reads`
 
 
 class _Task(NamedTuple):
@@ -60,6 +61,7 @@ class _Task(NamedTuple):
     has_weak_literals: bool
     derives: bool  #: some arguments are pairs of value and derivative, see `pairs`
     reads: set[str]  #: filled in: the names of the parameters that the function depends on
+    indices: dict[str, tuple[str, ...]]  #: filled in: see `_indices_of_reads`
 
 
 def typed(
@@ -73,8 +75,7 @@ def typed(
     derives: bool = False,
 ) -> Typed:
     """Types and lowers `call` for arguments of these types, one of which is named ``checks``."""
-    reads: set[str] = set()
-    task = _Task(first_value, first_captured, captured, checks_indices, has_weak_literals, derives, reads)
+    task = _Task(first_value, first_captured, captured, checks_indices, has_weak_literals, derives, set(), {})
     call.task = task  # type: ignore[attr-defined]
     flags = compiler.Flags()
     options = {
@@ -87,7 +88,7 @@ def typed(
         cpu_target.typing_context, cpu_target.target_context, call, tuple(arguments), None, flags, {},
         pipeline_class=_Compiler,
     )  # fmt: skip
-    return Typed(result.library, result.fndesc, result.signature, frozenset(reads))
+    return Typed(result.library, result.fndesc, result.signature, frozenset(task.reads), task.indices)
 
 
 class _Compiler(compiler.CompilerBase):
@@ -196,7 +197,9 @@ class _Inline(_Pass):
                 waiting += [inlined for _, inlined in found[3]]
                 break  # the rest of the block is now a block of its own
         PostProcessor(state.func_ir).run()
-        state.func_id.func.task.reads.update(_parameters_read(state.func_ir))
+        task = state.func_id.func.task
+        task.reads.update(_parameters_read(state.func_ir))
+        task.indices.update(_indices_of_reads(state.func_ir))
         return True
 
 
@@ -223,6 +226,35 @@ def _parameters_read(func_ir: Any) -> Iterator[str]:
                 needed.append(value.name)
             elif isinstance(value, ir.Expr):
                 needed += [variable.name for variable in value.list_vars()]
+
+
+def _indices_of_reads(func_ir: Any) -> dict[str, tuple[str, ...]]:
+    """For each parameter that one place in the code indexes, and nothing else uses: the parameters that are
+    the indices there, "" for an integer in the code. Parameters with other indices are left out."""
+    uses: dict[str, list[tuple[str, ...] | None]] = {}
+    for block in func_ir.blocks.values():
+        for statement in block.body:
+            value = statement.value if isinstance(statement, ir.Assign) else statement
+            if isinstance(value, (ir.Expr, ir.Stmt)):
+                is_read = getattr(value, "op", "") == "getitem"
+                for variable in value.list_vars():
+                    if isinstance(used := ir_definition(func_ir, variable), ir.Arg):
+                        indices = (
+                            _indices(func_ir, value.index) if is_read and variable is value.value else None
+                        )
+                        uses.setdefault(used.name, []).append(indices)
+    return {name: found[0] for name, found in uses.items() if len(found) == 1 and found[0] is not None}
+
+
+def _indices(func_ir: Any, index: Any) -> tuple[str, ...] | None:
+    made = ir_definition(func_ir, index)
+    is_tuple = isinstance(made, ir.Expr) and made.op == "build_tuple"
+    names = []
+    for item in [ir_definition(func_ir, item) for item in made.items] if is_tuple else [made]:
+        if not isinstance(item, ir.Arg) and not (isinstance(item, ir.Const) and type(item.value) is int):
+            return None
+        names.append(item.name if isinstance(item, ir.Arg) else "")
+    return tuple(names)
 
 
 def _source(func_ir: Any, value: Any) -> Any:

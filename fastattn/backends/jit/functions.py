@@ -101,6 +101,7 @@ class Loop:
         self._kind, self._dtype = kind, dtype
         self._machine: Machine = loops.get(key, compiled)
         self.address, self.reads = self._machine.address, self._machine.reads
+        self.indices = self._machine.indices
 
     def words(self, mod: Mod) -> array[int]:
         """What the loop reads in a call with this function; it holds addresses of arrays, not the arrays."""
@@ -127,6 +128,9 @@ class GradientLoops:
 
     Task t adds to the partial sum t % n_partial of them, after task t - n_partial. Their number depends on
     the problem alone, and so does the order in which everything is added up.
+
+    An array of which each score reads an element of its own, as of a bias, has no sums: the gradients are
+    stored, and no task waits for another.
     """
 
     def __init__(self, backward: Backward, n_tasks: int, lanes: int) -> None:
@@ -139,7 +143,10 @@ class GradientLoops:
         self.score, self.aux = self._score.address, self._score.words(mod)
         self.slope = self.of_aux = 0  #: addresses of loops; 0: nobody asks
         self.aux_of_slope = self.aux_of_aux = self.aux
-        self.sums = self.turns = None
+        self.sums: np.ndarray | None = None
+        self.turns: np.ndarray | None = None
+        self._summed: list[np.ndarray | None] = []  #: what `finish` fills
+        self.max_threads = max(n_tasks, 1)  #: more would wait for one another
         if wrt & {"query", "key"}:
             kind, of = ("score_mod", "score") if backward.score_grad is None else ("score_grad", "")
             self._slope = Loop(kind, self._slope_mod, dtype, _over_slopes[is_grouped], of)
@@ -150,15 +157,32 @@ class GradientLoops:
             self._kept = mod._replace(aux=aux)
             self._of_aux = Loop("score_mod", self._kept, dtype, over_aux, "aux")
             self.of_aux, self.aux_of_aux = self._of_aux.address, self._of_aux.words(self._kept)
-            first = 0
-            for x in aux:
-                base = self._kept_address(x)
-                self.aux_of_aux.extend((base, x.itemsize.bit_length() - 1 if base else 0, first))
-                first += x.size if is_floating(x) else 0
-            n_partial = max(1, min(n_tasks, MAX_PARTIAL_SUMS, max(2, MAX_SUMS // max(first, 1))))
-            # Whole cache lines, which no two threads share but the first and the last.
-            self.sums = np.zeros((n_partial, -(-first // 8) * 8 + 8))
-            self.turns = np.zeros(n_partial, np.int64)
+            self._make_sums(n_tasks)
+
+    def _make_sums(self, n_tasks: int) -> None:
+        """Adds to `aux_of_aux` where the gradients of each of `aux` are added up, or stored as they are."""
+        n_sums = 0
+        for number, (x, room) in enumerate(zip(self._kept.aux, self._backward.grad_aux, strict=True)):
+            base, own = self._kept_address(x), 0
+            if room is not None and self._is_own(number, room.dtype):
+                room[...] = 0  # a first attempt, with an lse that is not exact enough, may have written
+                own = address_of(room)
+            self.aux_of_aux.extend((base, x.itemsize.bit_length() - 1 if base else 0, n_sums, own))
+            self._summed.append(None if own else room)
+            n_sums += 0 if self._summed[-1] is None else x.size
+        n_partial = max(1, min(n_tasks, MAX_PARTIAL_SUMS, max(2, MAX_SUMS // max(n_sums, 1))))
+        if n_sums:
+            self.turns, self.max_threads = np.zeros(n_partial, np.int64), n_partial
+        # Whole cache lines, which no two threads share but the first and the last.
+        self.sums = np.zeros((n_partial, -(-n_sums // 8) * 8 + 8))
+
+    def _is_own(self, number: int, dtype: np.dtype) -> bool:
+        """Whether each score reads an element of its own, once, and this is the dtype of its gradient."""
+        x, function = self._kept.aux[number], self._mod.function
+        names = {name for name, size in zip(_INDICES, self._sizes, strict=True) if size > 1}
+        indices = self._of_aux.indices.get(f"a{number}", ())
+        is_element = 0 < x.ndim == len(indices) and {"", *_INDICES}.issuperset(indices)
+        return is_element and names.issubset(indices) and x.dtype == dtype and not has_loop(function)
 
     @staticmethod
     def _kept_address(x: Any) -> int:
@@ -171,7 +195,7 @@ class GradientLoops:
             self._slope.check(outside_of_slope, self._sizes, self._slope_mod)
         if self.sums is not None:
             first = 0
-            for room in self._backward.grad_aux:
+            for room in self._summed:
                 if room is not None:
                     sums = self.sums[:, first : first + room.size].reshape(len(self.sums), *room.shape)
                     with np.errstate(over="ignore"):

@@ -48,8 +48,9 @@ _REALS = {4: ir.FloatType(), 8: ir.DoubleType()}
 class Machine:
     """Machine code of one loop. It is freed with this object, which must outlive all uses of `address`."""
 
-    def __init__(self, module: Any, name: str, reads: frozenset[str]) -> None:
-        self.reads = reads  #: the indices that the function depends on
+    def __init__(self, module: Any, name: str, typed: Typed) -> None:
+        self.reads = typed.reads  #: the indices that the function depends on
+        self.indices = typed.indices  #: see `Typed`
         target, given = _target(), module.as_bitcode()
         _optimize(module, target, vectorize=True)
         if _has_masked_division(module):
@@ -256,21 +257,35 @@ class LoopWriter:
         )
         with builder.if_then(was_read):
             # After what the function reads: of each array its address, the bits of that within an element,
-            # and the place of its sums.
-            place = builder.add(WORD(n_words(self._kinds)), builder.mul(array, WORD(3)))
-            base, within, first = (
-                self.load(self.pointer("aux"), builder.add(place, WORD(i))) for i in range(3)
+            # the place of its sums, and the address of its gradient where each score has its own element.
+            place = builder.add(WORD(n_words(self._kinds)), builder.mul(array, WORD(4)))
+            base, within, first, own = (
+                self.load(self.pointer("aux"), builder.add(place, WORD(i))) for i in range(4)
             )
             element = builder.lshr(builder.sub(builder.load(slots["address"]), base), within)
-            to = builder.gep(self.arguments["sums"], [builder.add(first, element)])
             double = ir.DoubleType()
             parts = (x if x.type == double else builder.fpext(x, double)
                      for x in (change, self._slope_of(returned)))  # fmt: skip
-            builder.store(builder.fadd(builder.load(to), builder.fmul(*parts)), to)
+            product = builder.fmul(*parts)
+            with builder.if_else(builder.icmp_signed("==", own, WORD(0))) as (shares, has_own):
+                with shares:
+                    to = builder.gep(self.arguments["sums"], [builder.add(first, element)])
+                    builder.store(builder.fadd(builder.load(to), product), to)
+                with has_own:
+                    self._store_own(builder.add(own, builder.shl(element, within)), within, product)
         builder.store(builder.add(number, WORD(1)), wanted)
         more = builder.icmp_signed("<", builder.load(wanted), builder.load(slots["n_read"]))
         builder.cbranch(more, loop, end)
         builder.position_at_end(end)
+
+    def _store_own(self, address: ir.Value, within: ir.Value, gradient: ir.Value) -> None:
+        """Stores a gradient as an element of 1 << within bytes."""
+        builder = self.builder
+        with builder.if_else(builder.icmp_signed("==", within, WORD(2))) as branches:
+            for kind, branch in zip(_REALS.values(), branches, strict=True):
+                with branch:
+                    x = gradient if gradient.type == kind else builder.fptrunc(gradient, kind)
+                    builder.store(x, builder.inttoptr(address, kind.as_pointer()))
 
 
 def _compiled(
@@ -310,7 +325,7 @@ def _compiled(
     for function in library._final_module.functions:
         if not function.is_declaration and function.name != main.function.name:
             function.linkage = "internal"
-    return Machine(library._final_module, main.function.name, typed.reads)
+    return Machine(library._final_module, main.function.name, typed)
 
 
 _SCORES = ("s", "top", "ld", "n", "stops", "key0", "b", "row_h", "row_i", "aux")

@@ -497,7 +497,7 @@ RAISES_ELSEWHERE = {
     "__init__.py: __getattr__": "a name that there is not",
     # Settings, which no call gives.
     "_machine/host.py: check_num_threads": "of a call and of set_num_threads",
-    "_machine/host.py: num_threads_and_source": "FASTATTN_NUM_THREADS",
+    "_machine/host.py: _fastattn_num_threads": "FASTATTN_NUM_THREADS",
     "_machine/host.py: forced_isa": "FASTATTN_ISA",
     "backends/cython/signature.pxi: install_options": "more options than there is room for",
     "backends/cython/driver.pyx: choose_isa": "a name that FASTATTN_ISA or a test gives, not a call",

@@ -26,6 +26,13 @@ _CACHES = f"{_CPUS}/cpu0/cache"
 _MAX_COUNT = 2**31 - 1  # of threads: OpenMP and Numba count them in 32 bits
 _OMP_LIST = r"\s*\+?\d{1,18}\s*(,\s*\+?\d{1,18}\s*)*"
 
+# `os.environ` encodes a name and decodes its value at each access: a microsecond, as some calls take.
+_environment: Any = getattr(os.environ, "_data", os.environ)
+_BACKEND, _NUM_THREADS, _OMP_NUM_THREADS = (
+    name if _environment is os.environ else os.environ.encodekey(name)
+    for name in ("FASTATTN_BACKEND", "FASTATTN_NUM_THREADS", "OMP_NUM_THREADS")
+)
+
 _num_threads: int | None = None  # set by set_num_threads
 
 #: Called when calls may have another number of threads than before.
@@ -153,22 +160,29 @@ def num_threads_and_source() -> tuple[int, str]:
     """What `get_num_threads` gives, and where it comes from."""
     if _num_threads is not None:
         return _num_threads, "set_num_threads"
-    text = os.environ.get("FASTATTN_NUM_THREADS")
-    if text:
-        try:
-            return check_num_threads(int(text), "FASTATTN_NUM_THREADS"), "FASTATTN_NUM_THREADS"
-        except ValueError:
-            raise ValueError(
-                f"FASTATTN_NUM_THREADS must be a positive integer below 2**31, got {text!r}"
-            ) from None
-    count = _omp_num_threads()
+    if given := _environment.get(_NUM_THREADS):
+        return _fastattn_num_threads(given), "FASTATTN_NUM_THREADS"
+    given = _environment.get(_OMP_NUM_THREADS)
+    count = None if given is None else _omp_num_threads(given)
     return (available_cores(), "the usable cores") if count is None else (count, "OMP_NUM_THREADS")
 
 
-def _omp_num_threads() -> int | None:
+@cache
+def _fastattn_num_threads(given: Any) -> int:
+    text = os.fsdecode(given)
+    try:
+        return check_num_threads(int(text), "FASTATTN_NUM_THREADS")
+    except ValueError:
+        raise ValueError(
+            f"FASTATTN_NUM_THREADS must be a positive integer below 2**31, got {text!r}"
+        ) from None
+
+
+@cache
+def _omp_num_threads(given: Any) -> int | None:
     """OMP_NUM_THREADS; of a list, with a number for each level of nested regions, the first. None where it is
-    not set, or no list of positive integers: OpenMP's runtimes ignore such a value, too."""
-    text = os.environ.get("OMP_NUM_THREADS", "")
+    no list of positive integers: OpenMP's runtimes ignore such a value, too."""
+    text = os.fsdecode(given)
     if not re.fullmatch(_OMP_LIST, text, re.ASCII):
         return None
     counts = [int(number) for number in text.split(",")]
@@ -196,13 +210,6 @@ def check_num_threads(value: object, name: str) -> int:
     if not 1 <= count <= _MAX_COUNT:
         raise ValueError(f"{name} must be a positive integer below 2**31, got {value!r}")
     return count
-
-
-# `os.environ` decodes these bytes at each access, which takes as long as the arithmetic of a small call.
-_environment: Any = getattr(os.environ, "_data", os.environ)
-_BACKEND: Any = (
-    os.environ.encodekey("FASTATTN_BACKEND") if _environment is not os.environ else "FASTATTN_BACKEND"
-)
 
 
 def default_backend() -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,7 +45,6 @@ class Schedule(NamedTuple):
     depend on the problem alone, not on threads. The other fields change no bit of a result."""
 
     num_threads: int
-    is_small: bool  #: too small for more than one thread, however many there may be
     uses_split_kv: bool  #: the path: split-KV for few query rows, else the sweep
     block_k: int  #: keys of a key tile
     n_vectors: int  #: vectors of lanes for the query rows of a key/value head
@@ -59,6 +58,8 @@ class Schedule(NamedTuple):
     piece_tiles: int = 0  #: key tiles of a piece, which has a partial result; 0: there are none
     split_tiles: int = 1  #: key tiles of a task, whole pieces
     n_splits: int = 1  #: tasks that share the keys of a query block
+    is_small: bool = False  #: too small for more than one thread, however many there may be
+    is_short: bool = False  #: done before a thread that sleeps would begin
     copies_keys: bool = False  #: each thread copies the keys of a head to contiguous memory
     packs_values: bool = False  #: each thread packs the values of a head into panels
     packs_chunks: bool = False  #: or those of a partial sum, for each query block
@@ -80,8 +81,12 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     """The schedule of a problem for at most num_threads threads."""
     sizes = problem.sizes
     heads, rows, len_k, lanes = sizes.heads, sizes.rows, sizes.len_k, target.lanes
-    small = sizes.rows * heads * len_k * (sizes.head_dim + sizes.value_dim) < constants.SMALL_WORK
-    if small:
+    work = rows * heads * len_k * (sizes.head_dim + sizes.value_dim)
+    key_nbytes, value_nbytes = (x.shape[-1] * x.itemsize for x in (problem.key, problem.value))
+    nbytes = heads * len_k * (key_nbytes + value_nbytes)
+    is_short = work < constants.SHORT_WORK and nbytes < constants.SHORT_NBYTES
+    size: dict[str, Any] = {"is_small": work < constants.SMALL_WORK, "is_short": is_short}
+    if size["is_small"]:
         num_threads = 1
     block_k = _block_k(len_k)
     n_vectors = -(-rows // lanes)
@@ -90,27 +95,27 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     if rows <= few_rows or (rows == lanes == few_rows + 1 and sizes.group_size > 1):
         tiles, n_splits = _splits(heads, -(-len_k // block_k), 1, num_threads, constants.SPLIT_TASKS)
         prefetch_rows = (0, 0)
-        key_nbytes, value_nbytes = (x.shape[-1] * x.itemsize for x in (problem.key, problem.value))
-        if heads * len_k * (key_nbytes + value_nbytes) >= constants.UNCACHED_NBYTES:
+        if nbytes >= constants.UNCACHED_NBYTES:
             distance = constants.PREFETCH_DISTANCE
             prefetch_rows = distance // max(1, key_nbytes) + 1, distance // max(1, value_nbytes) + 1
         n_tasks = heads * n_splits
         return Schedule(
-            num_threads=min(num_threads, n_tasks), is_small=small, uses_split_kv=True, block_k=block_k,
+            num_threads=min(num_threads, n_tasks), uses_split_kv=True, block_k=block_k,
             n_vectors=n_vectors, n_blocks=1, max_lanes=n_vectors * lanes, n_tasks=n_tasks,
             piece_tiles=1, split_tiles=tiles, n_splits=n_splits, prefetch_rows=prefetch_rows,
             converts_keys=_needs_tile(problem.key, problem),
-            converts_values=_needs_tile(problem.value, problem), **factors._asdict(),
+            converts_values=_needs_tile(problem.value, problem), **size, **factors._asdict(),
         )  # fmt: skip
     if target.has_fused and _fuses(problem, factors):
-        return _fused_schedule(problem, target, num_threads, small)
+        return _fused_schedule(problem, target, num_threads)._replace(**size)
     pieces = None
     if target.has_pieces and rows <= constants.PIECE_ROWS:
         pieces = constants.PIECE_TILES, constants.SPLIT_TASKS
     uses_pairs = target.has_pairs and sizes.head_dim % 2 == 0 and _keeps_query(problem)
     if uses_pairs:
         factors = exact_factors(problem)
-    return _sweep_schedule(problem, target, num_threads, small, factors, uses_pairs, pieces)
+    schedule = _sweep_schedule(problem, target, num_threads, factors, uses_pairs, pieces)
+    return schedule._replace(**size)
 
 
 def make_reduction_schedule(problem: Problem, target: Target, num_threads: int, k: int) -> Schedule:
@@ -121,7 +126,7 @@ def make_reduction_schedule(problem: Problem, target: Target, num_threads: int, 
     # Each task of a query block inserts into a list of k scores of its own.
     piece = constants.PIECE_TILES * -(-2 * k * k // (constants.PIECE_TILES * constants.BLOCK_K))
     pieces = piece, constants.REDUCTION_TASKS
-    schedule = _sweep_schedule(problem, target, 1 if small else num_threads, small, factors, pieces=pieces)
+    schedule = _sweep_schedule(problem, target, 1 if small else num_threads, factors, pieces=pieces)
     return schedule._replace(packs_values=False, converts_values=False)
 
 
@@ -129,7 +134,6 @@ def _sweep_schedule(
     problem: Problem,
     target: Target,
     num_threads: int,
-    small: bool,
     factors: Factors,
     uses_pairs: bool = False,
     pieces: tuple[int, int] | None = None,
@@ -172,7 +176,7 @@ def _sweep_schedule(
         and sizes.value_dim >= constants.CHUNK_COLUMNS
     )
     return Schedule(
-        num_threads=min(num_threads, n_tasks), is_small=small, uses_split_kv=False, block_k=block_k,
+        num_threads=min(num_threads, n_tasks), uses_split_kv=False, block_k=block_k,
         n_vectors=n_vectors, n_blocks=n_blocks, max_lanes=-(-n_vectors // n_blocks) * lanes, n_tasks=n_tasks,
         piece_tiles=piece_tiles, split_tiles=split_tiles, n_splits=n_splits,
         copies_keys=copies_keys, packs_values=packs_values, packs_chunks=packs_chunks,
@@ -238,7 +242,7 @@ def _fused_gain(problem: Problem, len_k: int) -> float:
     return gain / (1 + constants.FUSED_OVERHEAD / keys_of_a_row + constants.FUSED_OVERHEAD / rows_of_a_key)
 
 
-def _fused_schedule(problem: Problem, target: Target, num_threads: int, small: bool) -> Schedule:
+def _fused_schedule(problem: Problem, target: Target, num_threads: int) -> Schedule:
     """The schedule of the fused sweep: its tasks are consecutive query blocks of all heads."""
     keeps_query = _keeps_query(problem)
     factors = exact_factors(problem) if keeps_query else factors_of(problem)
@@ -261,7 +265,7 @@ def _fused_schedule(problem: Problem, target: Target, num_threads: int, small: b
     # Outputs that overflow are computed again by the sweep's kernels, which convert values.
     converts_values = _is_stored(problem.value) or _is_scattered(problem.value)
     return Schedule(
-        num_threads=min(num_threads, n_tasks), is_small=small, uses_split_kv=False, block_k=constants.BLOCK_K,
+        num_threads=min(num_threads, n_tasks), uses_split_kv=False, block_k=constants.BLOCK_K,
         n_vectors=n_blocks * lanes // target.lanes, n_blocks=n_blocks, max_lanes=lanes, n_tasks=n_tasks,
         converts_values=converts_values, keeps_query=keeps_query, uses_fused=True, task_blocks=task_blocks,
         task_heads=task_heads, rounds_weights=keeps_query and problem.rounds_weights, **factors._asdict(),
@@ -294,7 +298,7 @@ def make_backward_schedule(
         task_tiles -= 1
     n_tasks = heads * -(-n_tiles // task_tiles)
     return Schedule(
-        num_threads=1 if small else min(num_threads, n_tasks), is_small=small, uses_split_kv=False,
+        num_threads=1 if small else min(num_threads, n_tasks), uses_split_kv=False,
         block_k=block_k, n_vectors=block_q // target.lanes, n_blocks=n_blocks, max_lanes=max_lanes,
         n_tasks=n_tasks, split_tiles=task_tiles, scores_on_tiles=scores_on_tiles, **factors._asdict(),
     )  # fmt: skip

@@ -129,6 +129,12 @@ BLOCK_K = 256
 # 2 cores of Zen 4 EPYC, 2026-11-20, `python -m fastattn bench --group small`.
 SMALL_WORK = 400_000
 
+# Below this many multiply-adds, and bytes of keys and values, a call wakes no thread that sleeps: that takes
+# 16 us of it. Calls of (n, 4, 16, 64) every millisecond, and between products of NumPy, two threads over one:
+# 1.7 of the time with n = 4, 1.25 with 8, 0.9 with 16. 2 cores of Zen 5 EPYC, virtual, 2026-11-29.
+SHORT_WORK = 1_200_000
+SHORT_NBYTES = 1 << 21
+
 # Gradients: keys of a key tile, and bytes of a row of a score tile, whole register tiles of three vectors.
 # The sums over a tile's queries and keys then pay for reading and writing the accumulators, and the two score
 # tiles and the rows of both blocks fit a 1 MB L2; others were not tried. The row is FASTATTN_GRADIENT_ROW

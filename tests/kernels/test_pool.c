@@ -399,6 +399,46 @@ static void test_jobs_of_late_workers(void) {
     wait_until(&n_held, 0);
 }
 
+static int are_asleep(void) {
+    int all = 1;
+    lock(&pool.lock);
+    for (const worker *w = pool.free; w != NULL; w = w->next)
+        all &= state_of(w) == ASLEEP;
+    unlock(&pool.lock);
+    return all;
+}
+
+static void do_briefly(void *argument, int thread, int num_threads) {
+    (void)argument;
+    (void)thread;
+    (void)num_threads;
+    busy_for(1000000);
+}
+
+/* A short region alone leaves workers asleep and starts none; of those that follow each other the next ones have workers,
+ * sooner or later: the machine may have other work between two of them. */
+static void test_short_regions(void) {
+    const int before = fastattn_pool_size();
+    int n = 0;
+    for (int round = 0; round < 3; round++) {
+        do
+            pause_briefly(); /* longer than a spin */
+        while (!are_asleep());
+        CHECK(fastattn_pool_run_short(do_nothing, NULL, before + 3) == 1);
+        CHECK(are_asleep() && fastattn_pool_size() == before);
+    }
+    while (fastattn_pool_run_short(do_briefly, NULL, before + 3) < 2 && n < 10000)
+        n++;
+    CHECK(n < 10000);
+    for (int round = 0; round < 100; round++) {
+        indices all = {.num_threads = 4};
+        CHECK(fastattn_pool_run_short(do_indices, &all, 4) == all.n_began);
+        for (int index = 0; index < N_INDICES; index++)
+            EXPECT(all.done[index] == 1);
+    }
+    CHECK_NOTHING_WRONG();
+}
+
 static void call_until(void *stop) {
     uint64_t state = (uintptr_t)&state;
     while (!get(stop)) {
@@ -601,6 +641,7 @@ static void (*const tests[])(void) = {
     test_jobs,
     test_no_wake_up_is_lost,
     test_changed_limits,
+    test_short_regions,
     test_late_workers,
     test_jobs_of_late_workers,
     test_refused_threads,

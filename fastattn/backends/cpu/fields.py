@@ -69,6 +69,7 @@ COUNTS = (
     "n_bias_terms",  # of a bias that is a sum, see `TERM`; else 0
     "tile_q", "tile_k",  # of the mask map
     "lanes", "uses_split_kv", "block_k", "n_vectors", "n_blocks", "max_lanes", "n_tasks",
+    "is_short",
     "query_ld", "acc_ld",  # row tiles: elements from one row to the next
     "copies_keys", "packs_values", "packs_chunks", "converts_keys", "converts_values", "reads_values",
     "panel",  # bytes of a panel of packed values

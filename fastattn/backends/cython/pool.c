@@ -34,6 +34,10 @@ int fastattn_pool_run(fastattn_work work, void *argument, int num_threads) {
     return 1;
 }
 
+int fastattn_pool_run_short(fastattn_work work, void *argument, int num_threads) {
+    return fastattn_pool_run(work, argument, num_threads);
+}
+
 void fastattn_pool_run_all(fastattn_work work, void *argument, int num_threads) {
     if (num_threads > 1)
         abort();
@@ -121,6 +125,7 @@ struct region {
     fastattn_work work;
     void *argument;
     int num_threads, needs_all;
+    int wakes; /* whether it wakes and starts workers */
     int n_taken;              /* workers in its list */
     worker *first, *last;     /* its workers */
     worker *asleep;           /* those that nobody has woken yet */
@@ -137,6 +142,7 @@ static struct {
     worker *free;  /* the one that was freed last comes first: it may still spin */
     int n_workers; /* that exist or are being started */
     int n_active;  /* threads in regions */
+    int64_t last_short; /* when the last short region ended */
 } pool = {.lock = MUTEX_INITIALIZER};
 
 /* ------------------------------------------------------------------ waiting */
@@ -565,19 +571,22 @@ static int start_worker(region *r, int number) {
 /* Takes free workers and starts those that lack; returns how many still lack. */
 static int gather(region *r, int is_first_attempt) {
     const int wanted = r->num_threads - 1, cpus = r->n_cpus - 1;
-    worker *w = NULL, *last = r->last;
+    worker *w, *last = r->last, **at = &pool.free;
     int lacking, room, number;
 
     lock(&pool.lock);
-    while (r->n_taken < wanted && pool.free != NULL) {
-        w = pool.free;
-        pool.free = w->next;
+    while (r->n_taken < wanted && (w = *at) != NULL) {
+        if (!r->wakes && state_of(w) != IDLE) {
+            at = &w->next;
+            continue;
+        }
+        *at = w->next;
         w->region = r;
         w->thread = r->n_taken + 1;
         add(r, w);
         pool.n_active++;
     }
-    lacking = wanted - r->n_taken;
+    lacking = r->wakes ? wanted - r->n_taken : 0;
     room = (wanted > cpus ? wanted : cpus) - pool.n_workers;
     if (!r->needs_all && lacking > room)
         lacking = room > 0 ? room : 0;
@@ -588,9 +597,8 @@ static int gather(region *r, int is_first_attempt) {
         r->spins = pool.n_active <= r->n_cpus;
     unlock(&pool.lock);
 
-    if (w != NULL)
-        for (w = last == NULL ? r->first : last->next; w != NULL; w = w->next)
-            hand_over(r, w);
+    for (w = last == NULL ? r->first : last->next; w != NULL; w = w->next)
+        hand_over(r, w);
     wake_two(r);
     while (lacking > 0 && start_worker(r, ++number))
         lacking--;
@@ -633,8 +641,8 @@ static int finish(region *r) {
     return n_threads;
 }
 
-static int run(fastattn_work work, void *argument, int num_threads, int needs_all) {
-    region r = {.work = work, .argument = argument, .num_threads = num_threads, .needs_all = needs_all};
+static int run(fastattn_work work, void *argument, int num_threads, int needs_all, int wakes) {
+    region r = {.work = work, .argument = argument, .num_threads = num_threads, .needs_all = needs_all, .wakes = wakes};
     if (num_threads > 1) {
         place_caller(&r);
         for (int attempt = 0; gather(&r, attempt == 0) > 0 && needs_all; attempt++) {
@@ -650,10 +658,17 @@ static int run(fastattn_work work, void *argument, int num_threads, int needs_al
 }
 
 int fastattn_pool_run(fastattn_work work, void *argument, int num_threads) {
-    return run(work, argument, num_threads, 0);
+    return run(work, argument, num_threads, 0, 1);
 }
 
-void fastattn_pool_run_all(fastattn_work work, void *argument, int num_threads) { run(work, argument, num_threads, 1); }
+int fastattn_pool_run_short(fastattn_work work, void *argument, int num_threads) {
+    const int64_t before = __atomic_load_n(&pool.last_short, __ATOMIC_RELAXED);
+    const int n_threads = run(work, argument, num_threads, 0, nanoseconds() - before < SPIN_NANOSECONDS);
+    __atomic_store_n(&pool.last_short, nanoseconds(), __ATOMIC_RELAXED);
+    return n_threads;
+}
+
+void fastattn_pool_run_all(fastattn_work work, void *argument, int num_threads) { run(work, argument, num_threads, 1, 1); }
 
 int fastattn_pool_size(void) {
     int n_workers;

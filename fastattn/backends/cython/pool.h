@@ -19,6 +19,10 @@ typedef void (*fastattn_work)(void *argument, int thread, int num_threads);
  * not begun when the caller's own work is done never does. */
 int fastattn_pool_run(fastattn_work work, void *argument, int num_threads);
 
+/* The same for work that is done before a worker that sleeps would begin. Workers that sleep stay asleep, and none is
+ * started, but where such regions follow each other closely: then the next find workers that spin. */
+int fastattn_pool_run_short(fastattn_work work, void *argument, int num_threads);
+
 /* Runs `work` for each of num_threads numbers, for jobs that wait for each other: a job has a thread, whatever the others
  * do. Those that no worker has begun when the caller's own is done, the caller runs, one after the other. If a thread
  * cannot be created for 10 s, the process is aborted, as OpenMP and OpenBLAS do. */

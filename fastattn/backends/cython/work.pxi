@@ -38,7 +38,8 @@ cdef void run_share(void *region, int thread, int num_threads) noexcept nogil:
     r.work(r.call, r.shares, thread % r.n_shares, r.n_shares)
 
 
-cdef bint run_on_threads(Work work, void *call, Py_ssize_t n_tasks, int num_threads, bint in_order) noexcept nogil:
+cdef bint run_on_threads(Work work, void *call, Py_ssize_t n_tasks, int num_threads, bint in_order,
+                         bint is_short=False) noexcept nogil:
     """Has up to num_threads threads do work(call, ...), which runs the tasks that `take_tasks` gives it. False where some
     were left, as `work` may have no memory. in_order: tasks start in their order, whichever threads run them.
 
@@ -61,7 +62,10 @@ cdef bint run_on_threads(Work work, void *call, Py_ssize_t n_tasks, int num_thre
         shares[n].stop = n_tasks * (n + 1) // n_shares
     if num_threads > 1:
         region = Region(work, call, shares, n_shares)
-        fastattn_pool_run(run_share, &region, num_threads)
+        if is_short:
+            fastattn_pool_run_short(run_share, &region, num_threads)
+        else:
+            fastattn_pool_run(run_share, &region, num_threads)
     else:
         work(call, shares, 0, 1)
     for n in range(n_shares):
@@ -104,6 +108,6 @@ cdef bint run_job(Job *job, int num_threads) noexcept nogil:
     if job.n_splits > 1:
         partials = new_partials(job)
     if job.n_splits <= 1 or partials != NULL:
-        done = run_on_threads(run_tasks, job, job.n_tasks, num_threads, False)
+        done = run_on_threads(run_tasks, job, job.n_tasks, num_threads, False, job.is_short)
     free(partials)
     return done

@@ -508,19 +508,25 @@ def test_the_number_of_calls_that_are_kept_is_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("head_dim", [16, 512], ids=["small", "large"])
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in LEFT_TO_PYTHON])
-def test_small_calls_are_recalled(monkeypatch, name, layout):
+def test_plain_calls_are_recalled(monkeypatch, name, head_dim, layout):
     """The next call runs compiled code alone, on what the arrays are by then, and makes new results."""
     pytest.importorskip("fastattn.backends.cython.driver")
-    arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S)
+    arrays = random_arrays(lead=(2,), heads=3, len_q=L, len_k=S, head_dim=head_dim)
     if layout == "bshd":
         arrays = [np.ascontiguousarray(array.swapaxes(-3, -2)) for array in arrays]
     attend = partial(fastattn.attention, *arrays, **OPTIONS[name], layout=layout, backend="cython")
     prepared._calls.clear()
+    out = np.empty_like(arrays[0])
+    into = results_of(attend(out=out))[0]
     first = results_of(attend())
     general, wanted = [result.copy() for result in first], results_of(attend())
     monkeypatch.setattr("fastattn._api.attention.reuse", lambda *_: pytest.fail("this call was not recalled"))
     second = results_of(attend())
+    into[...] = np.nan
+    assert results_of(attend(out=out))[0] is into is out
+    assert_same_bits(out, second[0])
     for results in zip(second, general, wanted, first, strict=True):
         got, *others = results
         assert got.flags.c_contiguous and got.flags.writeable and got.flags.owndata
@@ -534,7 +540,26 @@ def test_small_calls_are_recalled(monkeypatch, name, layout):
     assert_all_same(changed, results_of(attend(num_threads=7)))
 
 
-def test_the_oldest_small_call_is_forgotten():
+@on_compiled
+@pytest.mark.parametrize("name", ["query", "key", "value", "mask", "bias", "sinks"])
+def test_out_over_what_is_read(engine, name):
+    """After a call of the same signature whose `out` overlaps nothing."""
+    query, key, value = random_arrays(heads=3, len_q=L, len_k=S, value_dim=24)
+    bias = np.random.default_rng(1).standard_normal((L, S), np.float32)
+    mask, sinks = np.tri(L, S, 8, bool), np.ones(3, np.float32)
+    given = {"query": query, "key": key, "value": value, "mask": mask, "bias": bias, "sinks": sinks}
+    expected = engine.attention(**given)
+    assert_same_bits(engine.attention(**given, out=np.empty_like(expected)), expected)
+    nbytes = given[name].nbytes
+    memory = np.empty(expected.nbytes + 2 * nbytes, np.uint8)
+    out = memory[nbytes : nbytes + expected.nbytes].view(np.float32).reshape(expected.shape)
+    for start in (4, nbytes, expected.nbytes + nbytes - 4):  # over its start, its first bytes and its last
+        read = memory[start : start + nbytes].view(given[name].dtype).reshape(given[name].shape)
+        read[...] = given[name]
+        assert_same_bits(engine.attention(**given | {name: read}, out=out), expected)
+
+
+def test_the_oldest_plain_call_is_forgotten():
     pytest.importorskip("fastattn.backends.cython.driver")
     arrays = random_arrays()
 

@@ -7,8 +7,9 @@ checked and copied, so that nobody changes them in between, and `out` must not o
 without a signature, made of lists or of arrays on a GPU, goes through `fastattn._call.normalize` each time,
 and so does one that is wrong.
 
-All are kept in one place by their signatures. A small call of the Cython driver is a `SmallCall` of compiled
-code: `recall` goes from the arguments to its results without Python, which would take longer than the work.
+All are kept in one place by their signatures. A call of the Cython driver on arrays as they are is a
+`PlainCall` of compiled code: `recall` goes from the arguments to its results without Python, which would take
+longer than the work of a small call.
 (The C entry keeps copies of records besides, as it looks them up without the GIL.)
 """
 
@@ -153,11 +154,10 @@ def run(
                 _tokens.pop(mask, None)  # it may be as large
             return
         if _driver is not None and type(prepared) is _driver.Prepared:
-            call = call.small(prepared, inputs, options) or call
+            call = call.plain(inputs, options) or call
         forget_oldest(_calls)
         _calls[signature] = call
-    if type(call) is PreparedCall:
-        call.by_threads[threads] = prepared
+    call.keep(threads, prepared)
 
 
 def run_once(
@@ -210,9 +210,8 @@ class PreparedCall:
     """A call of which only the arrays are missing."""
 
     __slots__ = (
-        "_dropout", "_held", "_lead", "_len_k", "_limit", "_lse", "_mask_is_bias", "_may_fail",
-        "_mean_dtype", "_num_threads", "_out", "_swapped", "_weights", "by_threads", "held_nbytes",
-        "is_small",
+        "_by_threads", "_dropout", "_held", "_is_small", "_lead", "_len_k", "_limit", "_lse", "_mask_is_bias",
+        "_may_fail", "_mean_dtype", "_num_threads", "_out", "_swapped", "_weights", "held_nbytes",
     )  # fmt: skip
 
     def __init__(
@@ -250,8 +249,8 @@ class PreparedCall:
         )
         self._limit: Callable[[int], int] = backend.thread_limit
         self._num_threads = num_threads
-        self.is_small = is_small
-        self.by_threads: dict[int, Prepared] = {}
+        self._is_small = is_small
+        self._by_threads: dict[int, Prepared] = {}
 
     def __call__(
         self, score_mod: Mod | None, query: Any, key: Any, value: Any, options: dict[str, Any]
@@ -319,12 +318,17 @@ class PreparedCall:
         out = np.empty(*self._out)
         return self._run(prepared, None, query, None, None, out, None, None, key_lengths, rows, sinks)
 
-    def _prepared(self) -> Prepared | None:
-        """What was prepared for as many threads as this call may have."""
+    def keep(self, threads: int, prepared: Prepared) -> None:
+        """Adds what was prepared for a number of threads."""
+        self._by_threads[threads] = prepared
+
+    def _threads(self) -> int:
+        """How many threads this call may have now."""
         wanted = self._num_threads
-        if self.is_small:
-            return self.by_threads.get(1)
-        return self.by_threads.get(self._limit(host.get_num_threads() if wanted is None else wanted))
+        return self._limit(host.get_num_threads() if wanted is None else wanted)
+
+    def _prepared(self) -> Prepared | None:
+        return self._by_threads.get(1 if self._is_small else self._threads())
 
     def _run(
         self,
@@ -356,24 +360,24 @@ class PreparedCall:
             weights = mean_over_heads(weights, self._mean_dtype)
         return (out, weights) if lse is None else (out, lse, weights)
 
-    def small(self, prepared: Any, inputs: tuple[Any, Any, Any], options: dict[str, Any]) -> Any:
+    def plain(self, inputs: tuple[Any, Any, Any], options: dict[str, Any]) -> Any:
         """The same as compiled code has it, of which nothing is left to Python; None where that is not so."""
         kinds = {type(x) for x in inputs}
         on_cache = Rows in kinds
-        is_plain = kinds <= {np.ndarray, Rows} and options.get("out") is self._mean_dtype is None
-        is_plain &= not self._may_fail
+        is_plain = kinds <= {np.ndarray, Rows} and self._mean_dtype is None and not self._may_fail
         if on_cache:  # by `on_rows`
-            is_plain &= options.get("mask") is options.get("bias") is self._weights is None
+            is_plain &= (
+                options.get("mask") is options.get("bias") is options.get("out") is self._weights is None
+            )
         else:
             is_plain &= options.get("key_lengths") is None
-        if not (self.is_small and is_plain):
+        if not is_plain:
             return None
         (out, result), lacking = self._out, (None, self._out[1])
         (lse, computed), (weights, _) = self._lse or lacking, self._weights or lacking
+        threads = None if self._is_small else self._threads
         dtypes = result, computed
-        return _driver.SmallCall(
-            prepared, self._held, out, lse, weights, dtypes, self._mask_is_bias, on_cache
-        )  # fmt: skip
+        return _driver.PlainCall(threads, self._held, out, lse, weights, dtypes, self._mask_is_bias, on_cache)
 
     def _parts(self, given: Any, lengths: np.ndarray | None) -> tuple[Any, ...]:
         """Keys or values as `Rows.arrays` gives them, of which a prepared call needs the addresses alone."""

@@ -268,4 +268,4 @@ cdef inline int64_t address_of(array):
 
 
 include "entry.pxi"      # the C entry
-include "recall.pxi"     # small calls that were made before
+include "recall.pxi"     # calls that were made before

@@ -1,7 +1,7 @@
-# Small calls that were made before: from the arguments of `attention` to its results without Python in between, which
-# takes longer than the work where that is a few microseconds. See `fastattn._api.prepared`.
+# Calls that were made before: from the arguments of `attention` to its results without Python in between, which takes
+# longer than the work where that is a few microseconds. See `fastattn._api.prepared`.
 
-cdef dict calls = {}   # the prepared calls by their signatures; SmallCall, or what `fastattn._api.prepared` keeps
+cdef dict calls = {}   # the prepared calls by their signatures; PlainCall, or what `fastattn._api.prepared` keeps
 
 
 def stores():
@@ -29,39 +29,81 @@ cdef inline object new_array(const Axes *axes, object dtype):
     return fastattn_array_at(dtype, axes.n_axes, <cnp.npy_intp *>axes.length, NULL, NULL, 0)
 
 
-cdef class SmallCall:
-    """A prepared call on one thread, of arrays as they are given, whose results are new arrays."""
+cdef inline Span span_of_array(cnp.ndarray array) noexcept:
+    """The bytes between the first and the last element, all included; none of an empty array."""
+    cdef Span span
+    cdef Py_ssize_t reach
+    cdef int axis
+    span.low = span.high = <size_t>cnp.PyArray_DATA(array)
+    if cnp.PyArray_SIZE(array) > 0:
+        for axis in range(cnp.PyArray_NDIM(array)):
+            reach = (cnp.PyArray_DIM(array, axis) - 1) * cnp.PyArray_STRIDE(array, axis)
+            span.low += min(reach, <Py_ssize_t>0)
+            span.high += max(reach, <Py_ssize_t>0)
+        span.high += cnp.PyArray_ITEMSIZE(array)
+    return span
 
-    cdef Prepared prepared
+
+cdef inline bint overlap(out, other) noexcept:
+    """Whether an array, or None, may share memory with `out`."""
+    cdef Span first, second
+    if other is None:
+        return False
+    first, second = span_of_array(<cnp.ndarray>out), span_of_array(<cnp.ndarray>other)
+    return first.low < second.high and second.low < first.high
+
+
+cdef class PlainCall:
+    """A prepared call of arrays as they are given: nothing of it is left to Python."""
+
+    cdef object threads             # how many this call may have now, a function; None: one
+    cdef dict by_threads            # what was prepared for each number
+    cdef Prepared alone             # or for one
     cdef Axes out, lse, weights
     cdef object result, computed    # dtypes: of out and weights, and of lse
     cdef bint mask_is_bias          # it comes as a mask
     cdef bint on_cache              # whose keys and values are no arrays
-    cdef object held                # arrays that the record has addresses of
+    cdef tuple held                 # arrays that the records have addresses of
 
-    def __init__(self, Prepared prepared, arrays, tuple out, tuple lse, tuple weights, tuple dtypes,
-                 bint mask_is_bias, bint on_cache):
+    def __init__(self, threads, arrays, tuple out, tuple lse, tuple weights, tuple dtypes, bint mask_is_bias,
+                 bint on_cache):
         """arrays: those that every call reads, and None for the others, as `fastattn._call.problem.Arrays`.
 
         out, lse, weights: the shapes of the results, None where one is not wanted. dtypes: that of out and weights, and
         that of lse.
         """
-        set_addresses(<Job *>prepared.record, tuple(arrays))
-        self.prepared, self.held, self.mask_is_bias, self.on_cache = prepared, arrays, mask_is_bias, on_cache
+        self.threads, self.held, self.mask_is_bias, self.on_cache = threads, tuple(arrays), mask_is_bias, on_cache
+        self.by_threads = {}
         set_lengths(&self.out, out)
         set_lengths(&self.lse, lse)
         set_lengths(&self.weights, weights)
         self.result, self.computed = dtypes
 
-    cdef object answer(self, query, key, value, mask, bias, sinks, key_lengths, tuple rows, seed):
-        """The results; rows: the arrays of `Rows` beside key and value."""
-        cdef Prepared prepared = self.prepared
+    def keep(self, int threads, Prepared prepared):
+        """Adds what was prepared for a number of threads."""
+        set_addresses(<Job *>prepared.record, self.held)
+        if self.threads is None:
+            self.alone = prepared
+        else:
+            self.by_threads[threads] = prepared
+
+    cdef object answer(self, query, key, value, mask, bias, sinks, out, key_lengths, tuple rows, seed):
+        """The results, or None where this call must go through `fastattn._call.normalize` after all; rows: the arrays of
+        `Rows` beside key and value."""
+        cdef Prepared prepared = self.alone if self.threads is None else self.by_threads.get(self.threads())
         cdef Job *job
         cdef int number
         cdef uint64_t drop_key[2]
-        cdef object out = new_array(&self.out, self.result)
-        cdef object lse = new_array(&self.lse, self.computed)
-        cdef object weights = new_array(&self.weights, self.result)
+        cdef object lse, weights
+        if prepared is None:
+            return None
+        if out is None:
+            out = new_array(&self.out, self.result)
+        elif (overlap(out, query) or overlap(out, key) or overlap(out, value) or overlap(out, mask) or overlap(out, bias)
+              or overlap(out, sinks)):
+            return None
+        lse = new_array(&self.lse, self.computed)
+        weights = new_array(&self.weights, self.result)
         if prepared.has_work():
             job = prepared.copy()
             job.query.data = address_of(query)
@@ -89,11 +131,11 @@ cdef class SmallCall:
         cdef object mask = <object>values[mask_at]
         if mask is not None and not cnp.PyArray_CheckExact(mask):
             mask = None  # a mask object, of which the call holds all that it needs
-        return self.answer(query, key, value, mask, <object>values[bias_at], <object>values[sinks_at], None, None,
-                           <object>values[seed_at])
+        return self.answer(query, key, value, mask, <object>values[bias_at], <object>values[sinks_at],
+                           <object>values[out_at], None, None, <object>values[seed_at])
 
     def __call__(self, score_mod, query, key, value, dict given):
-        """The results of a call of this signature; None of one on a cache, see `on_rows`."""
+        """The results of a call of this signature, or None, as of `answer`; None of one on a cache, see `on_rows`."""
         cdef PyObject *values[MAX_OPTIONS]
         if self.on_cache:
             return None
@@ -102,16 +144,19 @@ cdef class SmallCall:
 
     def on_rows(self, query, tuple rows, key_lengths, sinks):
         """The results on a cache; see `fastattn._api.prepared.PreparedCall`."""
-        return self.answer(query, None, None, None, None, sinks, key_lengths, rows, None)
+        return self.answer(query, None, None, None, None, sinks, None, key_lengths, rows, None)
 
 
 def recall(int function, query, key, value, dict given, backend):
-    """The results of a small call that was made before; the signature of another one, or None, as of `signature`."""
+    """The results of a plain call that was made before; the signature of another one, or None, as of `signature`."""
     cdef PyObject *values[MAX_OPTIONS]
-    cdef object found = None, call
+    cdef object found = None, call, results
     if read_options(given, backend, values):
         found = signature_of(function, 0, query, key, value, values)
     if found is None:
         return None
     call = calls.get(found)
-    return (<SmallCall>call).of_values(query, key, value, values) if type(call) is SmallCall else found
+    if type(call) is not PlainCall:
+        return found
+    results = (<PlainCall>call).of_values(query, key, value, values)
+    return found if results is None else results

@@ -32,7 +32,7 @@ cdef struct Words:
 
 cdef OptionPart options[MAX_OPTIONS]
 cdef int n_options = 0
-cdef int mask_at, bias_at, sinks_at, seed_at, backend_at
+cdef int mask_at, bias_at, sinks_at, out_at, seed_at, backend_at
 cdef tuple option_table     # which owns what the parts point to
 cdef object mask_type
 cdef dict option_index = {}  # from names
@@ -41,7 +41,7 @@ cdef dict tokens = {}       # of mask objects, and of all else that has to be co
 
 def install_options(tuple table, tuple parts, type of_masks):
     """Sets the options of a call, as `fastattn._call.options` lists them, the names of their parts, and the type of masks."""
-    global n_options, option_table, mask_type, mask_at, bias_at, sinks_at, seed_at, backend_at
+    global n_options, option_table, mask_type, mask_at, bias_at, sinks_at, out_at, seed_at, backend_at
     cdef int n
     if len(table) > MAX_OPTIONS:
         raise ValueError(f"there is room for {MAX_OPTIONS} options")
@@ -52,8 +52,8 @@ def install_options(tuple table, tuple parts, type of_masks):
         options[n].part = <Part><int>parts.index(option[2])
         options[n].choices = <PyObject *>option[4]
         option_index[option[0]] = n
-    mask_at, bias_at, sinks_at, seed_at, backend_at = [
-        option_index[name] for name in ("mask", "bias", "sinks", "seed", "backend")
+    mask_at, bias_at, sinks_at, out_at, seed_at, backend_at = [
+        option_index[name] for name in ("mask", "bias", "sinks", "out", "seed", "backend")
     ]
 
 

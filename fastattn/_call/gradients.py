@@ -5,6 +5,9 @@ Letters as in `fastattn._call.problem`. `import fastattn` does not import this.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
@@ -91,6 +94,21 @@ class Backward(NamedTuple):
         return Gradients(**found)
 
 
+def in_one_block(
+    make: Callable[..., np.ndarray], dtype: np.dtype, shapes: Sequence[tuple[int, ...]]
+) -> Iterator[np.ndarray]:
+    """Arrays of these shapes in one that `make` makes, each at a multiple of 64 bytes in it.
+
+    glibc returns memory to the system where more than twice the largest block was dropped at once, and
+    writing new pages took 40 % of the next call for gradients.
+    """
+    nbytes = [prod(shape) * dtype.itemsize for shape in shapes]
+    starts = list(accumulate((-(-n // 64) * 64 for n in nbytes), initial=0))
+    block = make(starts[-1], np.uint8)
+    for shape, start, n in zip(shapes, starts, nbytes, strict=False):
+        yield block[start : start + n].view(dtype).reshape(shape)
+
+
 def sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """An array summed in float64 over the axes along which `shape` broadcasts to its own."""
     extra = array.ndim - len(shape)
@@ -106,7 +124,8 @@ def sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 class Gradients(NamedTuple, Generic[Gradient]):
     """Gradients with respect to the arguments of `attention`; None for what was not asked for.
 
-    Each has its argument's shape and dtype, float64 for one of integers, and is C-contiguous.
+    Each has its argument's shape and dtype, float64 for one of integers, and is C-contiguous. Those of query,
+    key and value may lie in one block of memory, which lives as long as one of them.
     """
 
     # What a backend returns is of a `Problem`, with all leading axes and of its dtype. Of the bias it is a

@@ -6,7 +6,7 @@ from typing import Generic, NamedTuple
 
 import numpy as np
 
-from fastattn._call.gradients import Gradient
+from fastattn._call.gradients import Gradient, in_one_block
 from fastattn.masks.arguments import show_shapes
 
 #: What gradients there are with respect to.
@@ -41,15 +41,16 @@ class RecurrentBackward(NamedTuple):
     def zeros(self) -> RecurrentGradients:
         """Room for the gradients that are asked for."""
         given = self.call._asdict() | {"state": self.call.earlier}
-        return RecurrentGradients(
-            *(np.zeros(given[n].shape, self.call.dtype) if n in self.wrt else None for n in DIFFERENTIABLE)
-        )
+        names = [name for name in DIFFERENTIABLE if name in self.wrt]
+        room = in_one_block(np.zeros, self.call.dtype, [given[name].shape for name in names])
+        return RecurrentGradients(**dict.fromkeys(DIFFERENTIABLE) | dict(zip(names, room, strict=True)))
 
 
 class RecurrentGradients(NamedTuple, Generic[Gradient]):
     """Gradients with respect to the arguments of `gated_linear_attention`; None for what was not asked for.
 
-    Each has its argument's shape and dtype, float64 for one of integers, and is C-contiguous.
+    Each has its argument's shape and dtype, float64 for one of integers, and is C-contiguous. They may lie in
+    one block of memory, which lives as long as one of them.
     """
 
     # What a backend returns is of a `RecurrentCall`: shapes with all leading axes, in its dtype.

@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from fastattn._call.gradients import LARGE_NORMS, LARGE_SCORE, Backward, Gradients, score_roundings, sum_to
+from fastattn._call.gradients import (
+    LARGE_NORMS,
+    LARGE_SCORE,
+    Backward,
+    Gradients,
+    in_one_block,
+    score_roundings,
+    sum_to,
+)
 from fastattn._call.problem import FLOAT64, Problem
 from fastattn._call.schedule import Schedule
 from fastattn._machine.constants import LN2, LOG2E
@@ -54,7 +62,7 @@ class Room:
 
 def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
     """The inputs of a driver, and room for its outputs. bias, seen and turns are 0. query, key and value are
-    not set: the driver sets them."""
+    not set: the driver sets them. Those that nobody wants have no rows."""
     problem = backward.problem
     sizes, dtype = problem.sizes, problem.dtype
     heads = (*problem.lead, sizes.num_kv_heads)
@@ -67,6 +75,16 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
         rows[..., : sizes.rows] = grouped.swapaxes(-2, -1).reshape(*heads, sizes.rows)
         return rows
 
+    shapes = {
+        "query": (sizes.rows, query_ld),
+        "key": (sizes.len_k, query_ld),
+        "value": (sizes.len_k, value_ld),
+    }
+    query, key, value = in_one_block(
+        np.empty,
+        dtype,
+        [(*heads, rows if name in backward.wrt else 0, ld) for name, (rows, ld) in shapes.items()],
+    )
     unit = 1.0 if schedule.exponent_factor == LOG2E else schedule.exponent_factor * LN2
     base = backward.lse.astype(np.float64) / unit
     high = base.astype(dtype)
@@ -85,9 +103,9 @@ def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
         base=np.stack([by_row(high), by_row(low)]),
         delta=by_row(np.zeros_like(base) if backward.grad_lse is None else backward.grad_lse),
         seen=np.zeros((*heads, padded_rows), bool) if "sinks" in backward.wrt else None,
-        query=np.empty((*heads, sizes.rows, query_ld), dtype),
-        key=np.empty((*heads, sizes.len_k, query_ld), dtype),
-        value=np.empty((*heads, sizes.len_k, value_ld), dtype),
+        query=query,
+        key=key,
+        value=value,
         bias={},
         bias_words=np.zeros((0, 4 + problem.query.ndim), np.int64),
         bias_turns=None,

@@ -97,6 +97,10 @@ class CythonBackend(Backend):
         if any(array.dtype != problem.dtype for array in (problem.query, problem.out, backward.grad_out)):
             row = max(problem.head_dim, problem.value_dim) * problem.dtype.itemsize
             larger = {"staged": schedule.max_lanes * row, "staged_rows": 8 * schedule.max_lanes}
+        forward = record = write_record(of_gradients, schedule, target, **larger)
+        grad_out, out = backward.grad_out, problem.out
+        if larger or (grad_out.dtype, grad_out.strides) != (out.dtype, out.strides):
+            forward = write_record(problem, schedule, target)
         for all_large in (False, True):
             room = make_room(backward, schedule, target.lanes)
             loops = gradient_loops_of(backward, schedule, target.lanes)
@@ -104,8 +108,7 @@ class CythonBackend(Backend):
                 schedule.num_threads if loops is None else min(schedule.num_threads, loops.max_threads)
             )
             again = driver.differentiate(
-                write_record(of_gradients, schedule, target, **larger), of_gradients.arrays(),
-                write_record(problem, schedule, target), problem.arrays(), n_threads,
+                record, of_gradients.arrays(), forward, problem.arrays(), n_threads,
                 tuple(name in backward.wrt for name in ("query", "key", "value")), room, loops, all_large,
             )  # fmt: skip
             if not again:

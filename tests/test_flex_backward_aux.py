@@ -271,6 +271,46 @@ def one_of_two(score, b, h, i, j, t):
     return score + t[h, i, k]
 
 
+def by_another_name(score, b, h, i, j, t):
+    x = t
+    if i > j:
+        x = t
+    return score + t[h, i, j] * x[h, i, j]
+
+
+def by_a_choice(score, b, h, i, j, t):
+    return score + t[h, i, j] * (t if i > j else t)[h, i, j]  # noqa: RUF034
+
+
+def either(t, condition):
+    if condition:
+        return t
+    return t
+
+
+def by_a_helper(score, b, h, i, j, t):
+    return score + t[h, i, j] * either(t, i > j)[h, i, j]
+
+
+def by_a_default(score, b, h, i, j, t, other=None):
+    x = t
+    if other is None:
+        x = t
+    return score + t[h, i, j] * x[h, i, j]
+
+
+def assigned_again(score, b, h, i, j, t):
+    x = t[h, i, j]
+    if i > j:
+        t = t
+    return score + x * t[h, i, j]
+
+
+def in_a_tuple(score, b, h, i, j, t):
+    pair = (t, t)
+    return score + pair[0][h, i, j] * pair[1][h, i, j]
+
+
 def without_heads(score, b, h, i, j, t):
     return score + t[i, j]
 
@@ -290,7 +330,8 @@ def flat(score, b, h, i, j, t):
 #: For heads, rows and keys, and one item.
 OWN = [plain, of_items, other_order, on_a_branch, renamed, squared_by_name]
 SHARED = [
-    squared, mirrored, of_a_row, of_a_pair, twice, in_a_loop, halved, one_of_two, without_heads, without_rows,
+    squared, mirrored, of_a_row, of_a_pair, twice, in_a_loop, halved, one_of_two, by_another_name,
+    by_a_choice, by_a_helper, by_a_default, assigned_again, in_a_tuple, without_heads, without_rows,
     without_keys, flat,
 ]  # fmt: skip
 SHAPES = {

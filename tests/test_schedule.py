@@ -25,6 +25,21 @@ SCALES = (0.0, 1e-300, 1e-30, 1 / 16, 0.5, 0.7, 1.0, 1.5, 100.0, 1e20, 3e38, 1e3
 SOFTCAPS = (None, 1e-300, 1e-37, 0.5, 30.0, 1e9, 3e38, 1e300, 1.7e308)
 
 
+def test_which_calls_wake_no_thread():
+    """Short ones: by the products, the exponentials and the bytes; never with a function of the caller's."""
+    target = Target(lanes=16, max_vectors=3, panel_columns=32)
+
+    def is_short(heads, rows, keys, dim, **changes):
+        problem = problem_of(*random_arrays(heads=heads, len_q=rows, len_k=keys, head_dim=dim))
+        return make_schedule(problem._replace(**changes), target, 2).is_short
+
+    assert is_short(1, 1, 1, 8) and is_short(32, 16, 16, 64)
+    assert not is_short(64, 16, 16, 64)
+    assert not is_short(1, 600, 600, 1)
+    assert not is_short(8, 1, 1024, 64)
+    assert not is_short(1, 1, 1, 8, score_mod=object())
+
+
 @pytest.mark.parametrize("itemsize", [4, 8])
 @pytest.mark.parametrize("is_natural", [False, True], ids=["log2", "natural"])
 def test_score_factors_are_those_of_the_formula(itemsize, is_natural):

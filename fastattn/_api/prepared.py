@@ -8,8 +8,8 @@ without a signature, made of lists or of arrays on a GPU, goes through `fastattn
 and so does one that is wrong.
 
 All are kept in one place by their signatures. A call of the Cython driver on arrays as they are is a
-`PlainCall` of compiled code: `recall` goes from the arguments to its results without Python, which would take
-longer than the work of a small call.
+`PlainCall` of compiled code: `recall` goes from the arguments to its results, and asks Python for no more
+than the number of threads.
 (The C entry keeps copies of records besides, as it looks them up without the GIL.)
 """
 
@@ -156,8 +156,8 @@ def run(
         if _driver is not None and type(prepared) is _driver.Prepared:
             call = call.plain(inputs, options) or call
         forget_oldest(_calls)
-        _calls[signature] = call
     call.keep(threads, prepared)
+    _calls[signature] = call
 
 
 def run_once(

@@ -58,8 +58,10 @@ class Schedule(NamedTuple):
     piece_tiles: int = 0  #: key tiles of a piece, which has a partial result; 0: there are none
     split_tiles: int = 1  #: key tiles of a task, whole pieces
     n_splits: int = 1  #: tasks that share the keys of a query block
-    is_small: bool = False  #: too small for more than one thread, however many there may be
-    is_short: bool = False  #: done before a thread that sleeps would begin
+    #: Of `make_schedule`: too small for more than one thread, however many there may be; done before a thread
+    #: that sleeps would begin.
+    is_small: bool = False
+    is_short: bool = False
     copies_keys: bool = False  #: each thread copies the keys of a head to contiguous memory
     packs_values: bool = False  #: each thread packs the values of a head into panels
     packs_chunks: bool = False  #: or those of a partial sum, for each query block
@@ -81,10 +83,15 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
     """The schedule of a problem for at most num_threads threads."""
     sizes = problem.sizes
     heads, rows, len_k, lanes = sizes.heads, sizes.rows, sizes.len_k, target.lanes
-    work = rows * heads * len_k * (sizes.head_dim + sizes.value_dim)
+    scores = rows * heads * len_k
+    work = scores * (sizes.head_dim + sizes.value_dim)
     key_nbytes, value_nbytes = (x.shape[-1] * x.itemsize for x in (problem.key, problem.value))
     nbytes = heads * len_k * (key_nbytes + value_nbytes)
-    is_short = work < constants.SHORT_WORK and nbytes < constants.SHORT_NBYTES
+    is_short = (
+        problem.score_mod is None  # which may take any time
+        and work + scores * constants.SCORE_WORK < constants.SHORT_WORK
+        and nbytes < constants.SHORT_NBYTES
+    )
     size: dict[str, Any] = {"is_small": work < constants.SMALL_WORK, "is_short": is_short}
     if size["is_small"]:
         num_threads = 1

@@ -132,8 +132,9 @@ SMALL_WORK = 400_000
 # Below this many multiply-adds, and bytes of keys and values, a call wakes no thread that sleeps: that takes
 # 16 us of it. Calls of (n, 4, 16, 64) every millisecond, and between products of NumPy, two threads over one:
 # 1.7 of the time with n = 4, 1.25 with 8, 0.9 with 16. 2 cores of Zen 5 EPYC, virtual, 2026-11-29.
-SHORT_WORK = 1_200_000
+SHORT_WORK = 1_500_000
 SHORT_NBYTES = 1 << 21
+SCORE_WORK = 32  #: multiply-adds that a score counts for, with a soft-cap and dropout; an estimate
 
 # Gradients: keys of a key tile, and bytes of a row of a score tile, whole register tiles of three vectors.
 # The sums over a tile's queries and keys then pay for reading and writing the accumulators, and the two score

@@ -12,7 +12,7 @@
 
 /* A thread is a number here, and runs somewhere. */
 static int self, cpu_of[16], moves, restored;
-static cpu_set_t allowed_of[16];
+static cpu_set_t allowed_of[16], last_set;
 
 static int fake_getcpu(void) { return cpu_of[self]; }
 
@@ -29,6 +29,7 @@ static int fake_setaffinity(pthread_t number, size_t size, const cpu_set_t *set)
     const int thread = (int)((uintptr_t)number - 1);
     (void)size;
     restored = CPU_EQUAL(set, &allowed_of[thread]);
+    last_set = *set;
     if (CPU_ISSET(cpu_of[thread], set))
         return 0;
     for (int cpu = 0; cpu < 1024; cpu++)
@@ -169,20 +170,28 @@ static void test_affinity(void) {
     }
 }
 
-/* Sleeping workers, which the kernel wakes where they ran last if they may run there. */
+/* Sleeping workers, which the kernel wakes where they ran last if they may run there; some kernels on the caller's core,
+ * unless they are kept apart. */
 static void test_asleep(void) {
     const int32_t cores[] = {0, 1, 2, 3, 0, 1, 2, 3};
     region r;
-    for (int case_ = 0; case_ < 4 * 4 * 4 * 4; case_++) {
-        const int last[] = {case_ & 3, case_ >> 2 & 3, case_ >> 4 & 3, case_ >> 6 & 3};
+    for (int case_ = 0; case_ < 2 * 4 * 4 * 4 * 4; case_++) {
+        const int last[] = {case_ & 3, case_ >> 2 & 3, case_ >> 4 & 3, case_ >> 6 & 3}, keeps_apart = case_ >> 8;
         fastattn_set_cores(cores, 8);
         enter(&r, 1, last, 255);
+        r.keeps_apart = keeps_apart;
         for (self = 1; self < 4; self++) {
             workers[self] = (worker){.id = fake_self(), .cpu = last[self], .reserved = -1};
             allowed_of[self] = workers[self].allowed = allowed_of[0];
             cpu_of[self] = last[self];
             place_sleeper(&r, &workers[self]);
             CHECK(cores[cpu_of[self]] != cores[cpu_of[0]]); /* it need not wait for the caller */
+            if (workers[self].reserved != -1)
+                CHECK(workers[self].is_kept_apart == keeps_apart);
+            if (workers[self].is_kept_apart)
+                CHECK(!CPU_ISSET(cpu_of[0], &last_set));
+            if (workers[self].is_kept_apart && workers[self].reserved != -1)
+                CHECK(CPU_ISSET(last[self], &last_set));
         }
         for (self = 1; self < 4; self++) {
             restored = !workers[self].is_kept_apart;

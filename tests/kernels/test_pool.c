@@ -235,13 +235,15 @@ static void do_indices(void *argument, int thread, int num_threads) {
     }
 }
 
-static void run_indices(int num_threads, int depth) {
+static void run_indices_by(int (*run_)(fastattn_work, void *, int), int num_threads, int depth) {
     indices all = {.num_threads = num_threads, .depth = depth};
-    const int n_threads = fastattn_pool_run(do_indices, &all, num_threads);
+    const int n_threads = run_(do_indices, &all, num_threads);
     EXPECT(n_threads >= 1 && n_threads <= num_threads && n_threads == all.n_began && all.began[0] == 1);
     for (int n = 0; n < N_INDICES; n++)
         EXPECT(all.done[n] == 1);
 }
+
+static void run_indices(int num_threads, int depth) { run_indices_by(fastattn_pool_run, num_threads, depth); }
 
 /* Jobs that wait until all of their group have arrived. */
 typedef struct {
@@ -305,6 +307,7 @@ static void call_often(void *seed) {
         switch (random_below(&state, 4)) {
         case 0: run_jobs_of(num_threads, 4, random_below(&state, 4)); break;
         case 1: run_indices(num_threads, 1); break;
+        case 2: run_indices_by(fastattn_pool_run_short, num_threads, 0); break;
         default: run_indices(num_threads, 0);
         }
         busy_for(random_below(&state, 3) * 25000);
@@ -430,12 +433,27 @@ static void test_short_regions(void) {
     while (fastattn_pool_run_short(do_briefly, NULL, before + 3) < 2 && n < 10000)
         n++;
     CHECK(n < 10000);
-    for (int round = 0; round < 100; round++) {
-        indices all = {.num_threads = 4};
-        CHECK(fastattn_pool_run_short(do_indices, &all, 4) == all.n_began);
-        for (int index = 0; index < N_INDICES; index++)
-            EXPECT(all.done[index] == 1);
-    }
+    for (int round = 0; round < 100; round++)
+        run_indices_by(fastattn_pool_run_short, 4, 0);
+    CHECK_NOTHING_WRONG();
+}
+
+/* A worker that is woken for a region but begins too late for it spins for the next one. */
+static void test_workers_that_wake_too_late(void) {
+    int n_idle = 0;
+    run_jobs(3, 3); /* so many exist */
+    do
+        pause_briefly();
+    while (!are_asleep());
+    set(&is_held, 1);
+    CHECK(fastattn_pool_run(do_nothing, NULL, 3) == 1);
+    lock(&pool.lock);
+    for (const worker *w = pool.free; w != NULL; w = w->next)
+        n_idle += state_of(w) == IDLE;
+    unlock(&pool.lock);
+    CHECK(n_idle == 2);
+    set(&is_held, 0);
+    wait_until(&n_held, 0);
     CHECK_NOTHING_WRONG();
 }
 
@@ -642,6 +660,7 @@ static void (*const tests[])(void) = {
     test_no_wake_up_is_lost,
     test_changed_limits,
     test_short_regions,
+    test_workers_that_wake_too_late,
     test_late_workers,
     test_jobs_of_late_workers,
     test_refused_threads,

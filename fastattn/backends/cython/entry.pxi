@@ -231,6 +231,10 @@ cdef struct Span:
     size_t low, high
 
 
+cdef inline bint meet(Span a, Span b) noexcept nogil:
+    return a.low < b.high and b.low < a.high
+
+
 cdef Span span_of(const fastattn_call *call, int number) noexcept nogil:
     cdef const fastattn_array *array = &call.query + number
     cdef int64_t shape[4]
@@ -258,13 +262,13 @@ cdef bint may_overlap(const fastattn_call *call) noexcept nogil:
     """Whether `out` or `lse` may share memory with anything that is read, or with each other."""
     cdef Span out = span_of(call, N_INPUTS), lse = span_of(call, N_INPUTS + 1), other
     cdef int number
-    if out.low < lse.high and lse.low < out.high:
+    if meet(out, lse):
         return True
     for number in range(N_ARRAYS):
         if number == N_INPUTS or number == N_INPUTS + 1 or (&call.query + number).data == NULL:
             continue
         other = span_of(call, number)
-        if (out.low < other.high and other.low < out.high) or (lse.low < other.high and other.low < lse.high):
+        if meet(out, other) or meet(lse, other):
             return True
     return False
 

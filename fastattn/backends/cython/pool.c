@@ -126,16 +126,16 @@ typedef struct worker {
 struct region {
     fastattn_work work;
     void *argument;
-    int num_threads, needs_all;
-    int is_short, wakes; /* whether it is, and whether it wakes and starts workers */
+    int num_threads, needs_all, is_short;
+    int wakes;                /* whether it wakes workers that sleep, and starts new ones */
     int n_taken;              /* workers in its list */
     worker *first, *last;     /* its workers */
     worker *asleep;           /* those that nobody has woken yet */
     int n_cpus;               /* that the caller may use */
     int spins;                /* whether those who wait spin first */
 #ifdef __linux__
-    int keeps_apart;   /* whether all that it wakes are kept off the claimed cores */
-    cpu_set_t allowed; /* the caller's affinity, which its workers get; empty where it is unknown */
+    int keeps_apart;          /* whether all that it wakes are kept off the claimed cores */
+    cpu_set_t allowed;        /* the caller's affinity, which its workers get; empty where it is unknown */
     uint64_t cores[FASTATTN_MAX_CPUS / 64], cpus[FASTATTN_MAX_CPUS / 64]; /* claimed by threads */
 #endif
 };
@@ -219,10 +219,12 @@ static void spin_while(const worker *w, int state) {
  * worker that gets little time, the worker moves to the caller's core.
  *
  * A worker that is asleep is woken where it ran last. Where that core is claimed and no other looks idle, it would wait
- * there for the end of a time slice, milliseconds, so it is kept off the claimed cores until it has begun. So it is where
- * the caller has slept since its last region: a core that is little used is as good as another to the kernel, and in a
- * virtual machine an idle one does not count as idle. It woke workers on the caller's core then, and 1.4 ms of two threads
- * after 20 ms of sleep took 2.5 ms (2 cores of Zen 5 EPYC, 2026-11-29).
+ * there for the end of a time slice, milliseconds, so it is kept off the claimed cores until it has begun.
+ *
+ * The kernel may choose another core than that: in a virtual machine a halted CPU does not count as idle, and a caller
+ * that has slept leaves its own CPU as little used as the worker's. It then woke workers on the caller's core, 3.8 ms too
+ * late, and 1.4 ms of two threads took 2.5 ms (2 cores of Zen 5 EPYC, 2026-11-29). So a caller that has slept since it
+ * last woke workers keeps all of them off the claimed cores. Short regions do so always: they have no time to lose.
  *
  * Only workers are moved, and their affinity, which is the caller's, is restored at once. Where every thread has a core
  * of its own, the cost is two sched_getcpu per thread. Linux only.
@@ -303,9 +305,8 @@ static void place_caller(region *r) {
     }
 }
 
-/* Before workers are woken: a short region has no time for one that waits, nor is there a core for it after a sleep of the
- * caller since its last region. */
-static void place_sleepers(region *r) {
+/* Before workers are woken: whether all are kept off the claimed cores. Sleeps of the caller within regions count, too. */
+static void decide_placement(region *r) {
     static __thread long switches;
     struct rusage usage;
     if (getrusage(RUSAGE_THREAD, &usage) == 0) {
@@ -410,7 +411,7 @@ static void place_caller(region *r) {
 #endif
 }
 
-#define place_sleepers(r) (void)0
+#define decide_placement(r) (void)0
 #define place_sleeper(r, w) (void)0
 #define restore(r, w) (void)0
 #define place_worker(r, w) (void)0
@@ -623,7 +624,7 @@ static int gather(region *r, int is_first_attempt) {
     unlock(&pool.lock);
 
     if (has_sleepers)
-        place_sleepers(r);
+        decide_placement(r);
     for (w = last == NULL ? r->first : last->next; w != NULL; w = w->next)
         hand_over(r, w);
     wake_two(r);

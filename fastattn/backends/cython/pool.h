@@ -19,8 +19,9 @@ typedef void (*fastattn_work)(void *argument, int thread, int num_threads);
  * not begun when the caller's own work is done never does. */
 int fastattn_pool_run(fastattn_work work, void *argument, int num_threads);
 
-/* The same for work that is done before a worker that sleeps would begin. Workers that sleep stay asleep, and none is
- * started, but where such regions follow each other closely: then the next find workers that spin. */
+/* The same for work that is done before a sleeping worker would begin. Sleeping workers stay asleep, and no worker is
+ * started. Where such regions follow each other closely, workers are woken and started: the next regions find them
+ * spinning. */
 int fastattn_pool_run_short(fastattn_work work, void *argument, int num_threads);
 
 /* Runs `work` for each of num_threads numbers, for jobs that wait for each other: a job has a thread, whatever the others

@@ -1,5 +1,6 @@
-# Calls that were made before: from the arguments of `attention` to its results without Python in between, which takes
-# longer than the work where that is a few microseconds. See `fastattn._api.prepared`.
+# Calls that were made before: from the arguments of `attention` to its results with no Python in between but that which
+# says how many threads a call may have. Python takes longer than the work where that is a few microseconds. See
+# `fastattn._api.prepared`.
 
 cdef dict calls = {}   # the prepared calls by their signatures; PlainCall, or what `fastattn._api.prepared` keeps
 
@@ -46,19 +47,14 @@ cdef inline Span span_of_array(cnp.ndarray array) noexcept:
 
 cdef inline bint overlap(out, other) noexcept:
     """Whether an array, or None, may share memory with `out`."""
-    cdef Span first, second
-    if other is None:
-        return False
-    first, second = span_of_array(<cnp.ndarray>out), span_of_array(<cnp.ndarray>other)
-    return first.low < second.high and second.low < first.high
+    return other is not None and meet(span_of_array(<cnp.ndarray>out), span_of_array(<cnp.ndarray>other))
 
 
 cdef class PlainCall:
-    """A prepared call of arrays as they are given: nothing of it is left to Python."""
+    """A prepared call of arrays as they are given."""
 
     cdef object threads             # how many this call may have now, a function; None: one
     cdef dict by_threads            # what was prepared for each number
-    cdef Prepared alone             # or for one
     cdef Axes out, lse, weights
     cdef object result, computed    # dtypes: of out and weights, and of lse
     cdef bint mask_is_bias          # it comes as a mask
@@ -82,15 +78,12 @@ cdef class PlainCall:
     def keep(self, int threads, Prepared prepared):
         """Adds what was prepared for a number of threads."""
         set_addresses(<Job *>prepared.record, self.held)
-        if self.threads is None:
-            self.alone = prepared
-        else:
-            self.by_threads[threads] = prepared
+        self.by_threads[threads] = prepared
 
     cdef object answer(self, query, key, value, mask, bias, sinks, out, key_lengths, tuple rows, seed):
         """The results, or None where this call must go through `fastattn._call.normalize` after all; rows: the arrays of
         `Rows` beside key and value."""
-        cdef Prepared prepared = self.alone if self.threads is None else self.by_threads.get(self.threads())
+        cdef Prepared prepared = self.by_threads.get(1 if self.threads is None else self.threads())
         cdef Job *job
         cdef int number
         cdef uint64_t drop_key[2]

@@ -238,12 +238,25 @@ def _indices_of_reads(func_ir: Any) -> dict[str, tuple[str, ...]]:
             if isinstance(value, (ir.Expr, ir.Stmt)):
                 is_read = getattr(value, "op", "") == "getitem"
                 for variable in value.list_vars():
-                    if isinstance(used := ir_definition(func_ir, variable), ir.Arg):
-                        indices = (
-                            _indices(func_ir, value.index) if is_read and variable is value.value else None
-                        )
-                        uses.setdefault(used.name, []).append(indices)
+                    is_array = is_read and variable is value.value
+                    for name in _parameters_held(func_ir, variable):
+                        uses.setdefault(name, []).append(_indices(func_ir, value.index) if is_array else None)
     return {name: found[0] for name, found in uses.items() if len(found) == 1 and found[0] is not None}
+
+
+def _parameters_held(func_ir: Any, variable: Any) -> set[str]:
+    """The parameters that a variable may be, on any path."""
+    names, seen, waiting = set(), set(), [variable.name]
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            for value in func_ir._definitions.get(name, ()):
+                if isinstance(value, ir.Arg):
+                    names.add(value.name)
+                elif isinstance(value, ir.Var):
+                    waiting.append(value.name)
+    return names
 
 
 def _indices(func_ir: Any, index: Any) -> tuple[str, ...] | None:

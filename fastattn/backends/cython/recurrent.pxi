@@ -10,6 +10,9 @@ cdef enum:
     HEADS_NBYTES = 1 << 18
     FEW_TOKENS = 4         # are added one after another; other numbers were not measured
     RECURRENT_SMALL = 1 << 19  # multiply-adds from which on two threads may be faster than one; an estimate
+    # Multiply-adds below which no sleeping thread is woken: two threads took 1.4 of the time of one at 1.0 million, 1.1 at 2.1
+    # and 0.9 at 4.2. Gated rule, (1, 8, L, 64), a call every millisecond, 2 cores of Zen 5, virtual, 2026-11-29.
+    RECURRENT_SHORT = 5 << 19
     # Where there are fewer heads than SEGMENT_HEADS, each is divided into segments, at most MOST_SEGMENTS, of at least
     # SEGMENT_TOKENS, but by the delta rule, which would have to carry a matrix of (features, features). A segment costs a
     # pass over its sums; with `is_causal` its tokens are also added twice. Sizes alone decide, so no bit depends on the
@@ -250,9 +253,16 @@ cdef void run_recurrent_tasks(void *call, Share *shares, int own, int n_shares) 
     free(memory)
 
 
+cdef inline Py_ssize_t work_of(const Recurrent *n) noexcept nogil:
+    """Multiply-adds of queries and keys with the states."""
+    return (n.num_kv_heads * (n.n_items * n.group * n.length + n.n_key_items * n.len_k * (1 + n.has_beta)) * n.features
+            * n.value_dim)
+
+
 cdef bint run_phase(Recurrent *n, RecurrentPhase phase, Py_ssize_t n_tasks, int num_threads) noexcept nogil:
     n.phase = phase
-    return run_on_threads(run_recurrent_tasks, n, n_tasks, <int>min(<Py_ssize_t>num_threads, n_tasks), False)
+    return run_on_threads(run_recurrent_tasks, n, n_tasks, <int>min(<Py_ssize_t>num_threads, n_tasks), False,
+                          work_of(n) < RECURRENT_SHORT)
 
 
 cdef Py_ssize_t choose_heads_at_once(const Recurrent *n, int num_threads) noexcept nogil:
@@ -302,12 +312,6 @@ cdef bint run_recurrent(Recurrent *n, int num_threads) noexcept nogil:
     return done
 
 
-cdef bint is_large(const Recurrent *n) noexcept:
-    """Whether two threads may be faster than one."""
-    return (n.num_kv_heads * (n.n_items * n.group * n.length + n.n_key_items * n.len_k * (1 + n.has_beta)) * n.features
-            * n.value_dim >= RECURRENT_SMALL)
-
-
 def recurrent_attention(tuple arrays, tuple storages, tuple leads, item_of_keys, stops, tuple earlier, tuple state, lost,
                         tuple bounds, bint has_elu, bint is_causal, double scale, int itemsize, thread_limit):
     """Fills out, and the states. arrays: query, key, value, out, decay and beta, (*lead, head, token, column), no size of them
@@ -337,7 +341,7 @@ def recurrent_attention(tuple arrays, tuple storages, tuple leads, item_of_keys,
         n.is_normalized = True
         n.lost = <char *>cnp.PyArray_DATA(lost)
         n.least, n.most = bounds
-    if is_large(&n):
+    if work_of(&n) >= RECURRENT_SMALL:
         num_threads = thread_limit()
     with nogil:
         done = run_recurrent(&n, num_threads)

@@ -526,7 +526,7 @@ def gated_linear_attention_backward(tuple arrays, tuple storages, tuple leads, s
     of.beta = <char *><size_t>address_of(gradients[4])
     of.state = <char *><size_t>address_of(gradients[5])
     heads = n.n_items * n.num_kv_heads
-    if heads > 1 and is_large(n):
+    if heads > 1 and work_of(n) >= RECURRENT_SMALL:
         num_threads = thread_limit()
     with nogil:
         done = run_on_threads(run_recurrent_gradients, &of, heads, <int>min(<Py_ssize_t>num_threads, heads), False)

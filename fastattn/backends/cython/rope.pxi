@@ -10,6 +10,9 @@ cdef enum:
     # Elements from which on two threads may be faster than one: they take 0.9 of the time at 65536 elements, 0.7 at
     # 98304 and 0.6 at 131072. float32 and float16, (1, 8, L, 64) in the cache, the same machine and day.
     ROPE_SMALL = 1 << 16
+    # Elements up to which no sleeping thread is woken: two threads took 2.4 of the time of one at 65536 elements, 1.9 at 131072
+    # and 1.3 at 262144. float32, (1, 32, L, 128), a call every millisecond, 2 cores of Zen 5, virtual, 2026-11-29.
+    ROPE_SHORT = 1 << 18
     ROPE_TASKS = 4      # per thread, at least, where there are as many positions; other numbers were not measured
 
 
@@ -101,7 +104,8 @@ cdef int run_rotation(Rotation *r, Py_ssize_t elements, thread_limit) except -1:
         if num_threads > 1 and r.n_tasks < num_threads * ROPE_TASKS:
             r.block = max(<Py_ssize_t>1, r.items * r.length // (num_threads * ROPE_TASKS))
             cut(r)
-        run_on_threads(rotate_tasks, r, r.n_tasks, <int>min(<Py_ssize_t>num_threads, r.n_tasks), False)
+        run_on_threads(rotate_tasks, r, r.n_tasks, <int>min(<Py_ssize_t>num_threads, r.n_tasks), False,
+                       elements <= ROPE_SHORT)
     return 0
 
 

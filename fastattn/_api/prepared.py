@@ -361,7 +361,7 @@ class PreparedCall:
         return (out, weights) if lse is None else (out, lse, weights)
 
     def plain(self, inputs: tuple[Any, Any, Any], options: dict[str, Any]) -> Any:
-        """The same as compiled code has it, of which nothing is left to Python; None where that is not so."""
+        """The same as compiled code has it; None where more is left to Python than the number of threads."""
         kinds = {type(x) for x in inputs}
         on_cache = Rows in kinds
         is_plain = kinds <= {np.ndarray, Rows} and self._mean_dtype is None and not self._may_fail

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -92,8 +92,8 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
         and work + scores * constants.SCORE_WORK < constants.SHORT_WORK
         and nbytes < constants.SHORT_NBYTES
     )
-    size: dict[str, Any] = {"is_small": work < constants.SMALL_WORK, "is_short": is_short}
-    if size["is_small"]:
+    is_small = work < constants.SMALL_WORK
+    if is_small:
         num_threads = 1
     block_k = _block_k(len_k)
     n_vectors = -(-rows // lanes)
@@ -106,23 +106,24 @@ def make_schedule(problem: Problem, target: Target, num_threads: int) -> Schedul
             distance = constants.PREFETCH_DISTANCE
             prefetch_rows = distance // max(1, key_nbytes) + 1, distance // max(1, value_nbytes) + 1
         n_tasks = heads * n_splits
-        return Schedule(
+        schedule = Schedule(
             num_threads=min(num_threads, n_tasks), uses_split_kv=True, block_k=block_k,
             n_vectors=n_vectors, n_blocks=1, max_lanes=n_vectors * lanes, n_tasks=n_tasks,
             piece_tiles=1, split_tiles=tiles, n_splits=n_splits, prefetch_rows=prefetch_rows,
             converts_keys=_needs_tile(problem.key, problem),
-            converts_values=_needs_tile(problem.value, problem), **size, **factors._asdict(),
+            converts_values=_needs_tile(problem.value, problem), **factors._asdict(),
         )  # fmt: skip
-    if target.has_fused and _fuses(problem, factors):
-        return _fused_schedule(problem, target, num_threads)._replace(**size)
-    pieces = None
-    if target.has_pieces and rows <= constants.PIECE_ROWS:
-        pieces = constants.PIECE_TILES, constants.SPLIT_TASKS
-    uses_pairs = target.has_pairs and sizes.head_dim % 2 == 0 and _keeps_query(problem)
-    if uses_pairs:
-        factors = exact_factors(problem)
-    schedule = _sweep_schedule(problem, target, num_threads, factors, uses_pairs, pieces)
-    return schedule._replace(**size)
+    elif target.has_fused and _fuses(problem, factors):
+        schedule = _fused_schedule(problem, target, num_threads)
+    else:
+        pieces = None
+        if target.has_pieces and rows <= constants.PIECE_ROWS:
+            pieces = constants.PIECE_TILES, constants.SPLIT_TASKS
+        uses_pairs = target.has_pairs and sizes.head_dim % 2 == 0 and _keeps_query(problem)
+        if uses_pairs:
+            factors = exact_factors(problem)
+        schedule = _sweep_schedule(problem, target, num_threads, factors, uses_pairs, pieces)
+    return schedule._replace(is_small=is_small, is_short=is_short)
 
 
 def make_reduction_schedule(problem: Problem, target: Target, num_threads: int, k: int) -> Schedule:

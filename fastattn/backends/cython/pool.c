@@ -110,7 +110,7 @@ typedef struct worker {
     region *region;
     struct worker *next;        /* in the list of free workers, or in that of its region */
     struct worker *next_asleep; /* in the region's list of workers to wake */
-    int was_asleep;             /* when the region was handed to it, and nobody has woken it yet */
+    int needs_waking;           /* it slept when the region was handed to it, and nobody has woken it yet */
     int number;                 /* its name's */
     mutex lock;                 /* these two: where there is no futex */
     condition changed;
@@ -433,7 +433,7 @@ static void wake_two(region *r) {
             continue;
         if (w == NULL)
             return;
-        __atomic_store_n(&w->was_asleep, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&w->needs_waking, 0, __ATOMIC_RELAXED);
         place_sleeper(r, w);
         wake(w);
     }
@@ -565,8 +565,8 @@ static void add(region *r, worker *w) {
 }
 
 static void hand_over(region *r, worker *w) {
-    w->was_asleep = replace(w, HANDED) == ASLEEP;
-    if (w->was_asleep) {
+    w->needs_waking = replace(w, HANDED) == ASLEEP;
+    if (w->needs_waking) {
         w->next_asleep = __atomic_load_n(&r->asleep, __ATOMIC_RELAXED);
         while (!__atomic_compare_exchange_n(&r->asleep, &w->next_asleep, w, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED))
             continue;
@@ -644,7 +644,7 @@ static int finish(region *r) {
     int n_threads = r->n_taken + 1;
     worker *w;
     for (w = r->first; w != NULL; w = w->next)
-        if (change(w, HANDED, __atomic_load_n(&w->was_asleep, __ATOMIC_RELAXED) ? ASLEEP : IDLE)) {
+        if (change(w, HANDED, __atomic_load_n(&w->needs_waking, __ATOMIC_RELAXED) ? ASLEEP : IDLE)) {
             n_threads--;
             if (r->needs_all) { /* as the worker would have done; those after it still have theirs */
                 wake_two(r);

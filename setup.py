@@ -210,7 +210,7 @@ setup(
             include_dirs=[str(SOURCE)],
             depends=[
                 *FOR_ALL,
-                *(str(SOURCE / name) for name in ("pool.h", "turns.h")),
+                *(str(SOURCE / name) for name in ("pool.h", "placement.h", "turns.h")),
                 *(str(PROBES / name) for name in ("probes.h", "probes.c")),
                 str(ISAS),
             ],

@@ -47,10 +47,10 @@ static int fake_setaffinity(pthread_t number, size_t size, const cpu_set_t *set)
 #define pthread_setaffinity_np fake_setaffinity
 #include "pool.c"
 
-static worker workers[16]; /* by thread; that of the caller is not used */
+static thread_place workers[16]; /* by thread; that of the caller is not used */
 
 /* A region of n threads that wake on these CPUs, the first of them the caller. */
-static void enter(region *r, int n, const int *cpus, uint64_t allowed) {
+static void enter(region_places *r, int n, const int *cpus, uint64_t allowed) {
     moves = 0;
     restored = 1;
     for (int thread = 0; thread < n; thread++) {
@@ -83,7 +83,7 @@ static int on_own_cores(int n, const int32_t *cores) {
 
 static void test_single_cores(void) {
     const int32_t cores[] = {0, 1, 2, 3};
-    region r;
+    region_places r;
     fastattn_set_cores(cores, 4);
     for (int case_ = 0; case_ < 256; case_++) {
         const int cpus[] = {case_ & 3, case_ >> 2 & 3, case_ >> 4 & 3, case_ >> 6 & 3};
@@ -101,7 +101,7 @@ static void test_single_cores(void) {
 /* Two CPUs for each core, numbered as on many servers: 0 and 4 are one core, 1 and 5 the next. */
 static void test_hyper_threads(void) {
     const int32_t cores[] = {0, 1, 2, 3, 0, 1, 2, 3};
-    region r;
+    region_places r;
     fastattn_set_cores(cores, 8);
     enter(&r, 2, (const int[]){1, 5}, 255);
     CHECK(moves == 1 && on_own_cores(2, cores));
@@ -120,7 +120,7 @@ static void test_hyper_threads(void) {
 
 static void test_limits(void) {
     const int32_t cores[] = {0, 1, 2, 3};
-    region r;
+    region_places r;
     fastattn_set_cores(cores, 4);
     enter(&r, 2, (const int[]){1, 1}, 1 << 1); /* nowhere to go */
     CHECK(moves == 0);
@@ -137,7 +137,7 @@ static void test_limits(void) {
 /* A worker that does not run gets the core of the caller, who waits for it. */
 static void test_lent_core(void) {
     const int32_t cores[] = {0, 1, 2, 3};
-    region r;
+    region_places r;
     fastattn_set_cores(cores, 4);
     enter(&r, 3, (const int[]){2, 2, 0}, 15);
     CHECK(cpu_of[1] == 3 && moves == 1);
@@ -152,7 +152,7 @@ static void test_lent_core(void) {
 /* Workers get the caller's affinity, also where they move. */
 static void test_affinity(void) {
     const int32_t cores[] = {0, 1, 2, 3};
-    region r;
+    region_places r;
     fastattn_set_cores(cores, 4);
     enter(&r, 2, (const int[]){1, 1}, 15);
     for (int cpu = 0; cpu < 4; cpu++) {
@@ -174,14 +174,14 @@ static void test_affinity(void) {
  * unless they are kept apart. */
 static void test_asleep(void) {
     const int32_t cores[] = {0, 1, 2, 3, 0, 1, 2, 3};
-    region r;
+    region_places r;
     for (int case_ = 0; case_ < 2 * 4 * 4 * 4 * 4; case_++) {
         const int last[] = {case_ & 3, case_ >> 2 & 3, case_ >> 4 & 3, case_ >> 6 & 3}, keeps_apart = case_ >> 8;
         fastattn_set_cores(cores, 8);
         enter(&r, 1, last, 255);
         r.keeps_apart = keeps_apart;
         for (self = 1; self < 4; self++) {
-            workers[self] = (worker){.id = fake_self(), .cpu = last[self], .reserved = -1};
+            workers[self] = (thread_place){.id = fake_self(), .cpu = last[self], .reserved = -1};
             allowed_of[self] = workers[self].allowed = allowed_of[0];
             cpu_of[self] = last[self];
             place_sleeper(&r, &workers[self]);
@@ -207,16 +207,22 @@ static void test_asleep(void) {
     }
     fastattn_set_cores(cores, 8);
     enter(&r, 1, (const int[]){1}, 1 << 1); /* nowhere else to wake */
-    workers[1] = (worker){.cpu = 1};
+    workers[1] = (thread_place){.cpu = 1};
     place_sleeper(&r, &workers[1]);
     CHECK(!workers[1].is_kept_apart);
 
     /* One that was cancelled before its thread ran has no number yet. */
     enter(&r, 1, (const int[]){0}, 15);
-    workers[1] = (worker){.cpu = -1, .is_kept_apart = 1};
+    workers[1] = (thread_place){.cpu = -1, .is_kept_apart = 1};
     restored = 0;
     restore(&r, &workers[1]);
     CHECK(!restored && CPU_COUNT(&workers[1].allowed) == 0);
+    workers[1] = new_place(&r);
+    place_sleeper(&r, &workers[1]);
+    CHECK(!workers[1].is_kept_apart && CPU_EQUAL(&workers[1].allowed, &allowed_of[0]));
+    self = 1;
+    introduce(&workers[1]);
+    CHECK(workers[1].id == fake_self());
 }
 
 int main(void) {

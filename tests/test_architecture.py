@@ -121,6 +121,7 @@ LAYERS = [
     # The public functions
     {"_api.signature"},
     {"_api.prepared"},
+    {"_api.prepared_gradients"},
     {"_api.attention"},
     {"_api.backward"},
     {"_api.known_masks"},

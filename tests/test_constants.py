@@ -30,7 +30,9 @@ def test_block_sizes():
     shared = defines(source(KERNELS / "kernels.h"))
     assert int(shared["FASTATTN_KEY_CHUNK"]) == constants.KEY_CHUNK
     assert int(shared["FASTATTN_GRADIENT_ROW"]) == constants.BACKWARD_ROW_NBYTES
-    assert int(defines(source(KERNELS / "pairs.h"))["FASTATTN_PAIR_COLUMNS"]) == constants.PAIR_COLUMNS
+    of_pairs = defines(source(KERNELS / "pairs.h"))
+    assert int(of_pairs["FASTATTN_PAIR_COLUMNS"]) == constants.PAIR_COLUMNS
+    assert int(of_pairs["FASTATTN_PAIR_LANES"]) == constants.BACKWARD_PAIR_LANES
 
 
 def test_storages():

@@ -224,14 +224,8 @@ else:
 
 
 def test_who_takes_it():
-    """Functions with values. Gradients are exact."""
+    """Functions with values; of gradients, see test_precision_backward.py."""
     query, key, value = arrays_of(13, len_q=40)
-    out, lse = fastattn.attention(query, key, value, return_lse=True)
-    given = (out, query, key, value, out, lse)
-    expected = fastattn.attention_backward(*given)
-    got = fastattn.attention_backward(*given, precision="storage")
-    for name in ("query", "key", "value"):
-        assert_same_bits(getattr(got, name).view(np.uint16), getattr(expected, name).view(np.uint16))
     packed = [array[:, :40].swapaxes(0, 1) for array in (query, key, value)]
     fastattn.varlen_attention(*packed, [0, 15, 40], precision="storage")
     fastattn.flex_attention(query, key, value, precision="storage")

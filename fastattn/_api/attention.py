@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from fastattn._api import prepared
-from fastattn._api.prepared import ATTENTION, SDPA, SDPA_GQA, VARLEN, counts, recall, reuse, signature_of
+from fastattn._api.prepared import (
+    ATTENTION,
+    SDPA,
+    SDPA_GQA,
+    VARLEN,
+    counts,
+    recall,
+    reuse,
+    signature_of,
+    use_arrays,
+)
 from fastattn._call.arguments import as_pieces, check_dropout, check_shape
 from fastattn._call.normalize import Request, normalize, normalize_sdpa
 from fastattn._call.options import complete, public, refuse_arguments, refusing
@@ -17,7 +27,7 @@ from fastattn._call.varlen import normalize_varlen
 from fastattn._machine.device import DeviceArray, in_library_of
 from fastattn._machine.host import default_backend
 from fastattn.backends.registry import select, usable
-from fastattn.masks import Dense, Mask
+from fastattn.masks import Mask
 
 if TYPE_CHECKING:
     from typing import Never, Unpack
@@ -200,10 +210,7 @@ def attend(
     `signature`: that of the call where it is known already, False where it has none. `more`: what else the
     call depends on. `make` gives the `Request` of a function other than `attention`. The options are changed.
     """
-    if type(options.get("key_lengths")) in (list, tuple, int):
-        options["key_lengths"] = counts(options["key_lengths"])
-    if function in (ATTENTION, VARLEN) and type(options.get("mask")) is Dense:
-        options["mask"] = options["mask"].array
+    use_arrays(options, function in (ATTENTION, VARLEN))
     if signature is None:
         signature = signature_of(function, query, key, value, options, more)
     results = reuse(signature, query, key, value, options, score_mod)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from fastattn._api.prepared_gradients import keep_gradients, reuse, signature_of_gradients
 from fastattn._call.arguments import as_given_bias, bias_parts
 from fastattn._call.backward import normalize_backward
-from fastattn._call.gradients import Gradients, sum_to
+from fastattn._call.gradients import Gradients, as_given
 from fastattn._call.options import complete, public
-from fastattn._call.problem import FLOAT64
 from fastattn._machine import host
 from fastattn._machine.device import in_library_of, on_host
 from fastattn.backends.registry import select
@@ -133,9 +133,14 @@ def attention_backward(
     >>> query -= 0.1 * gradients.query
     """
     completed = complete("B", attention_backward, options, extra)
-    backward = normalize_backward(query, key, value, completed, grad_out=grad_out, out=out, lse=lse)
-    given = completed | {"query": query, "key": key, "value": value}
-    return differentiate(backward, given, completed["layout"] == "bshd")
+    signature = signature_of_gradients((query, key, value), (grad_out, out, lse), completed)
+    found = reuse(signature, (query, key, value), (grad_out, out, lse), completed)
+    if found is not None:
+        return found
+    outputs: dict[str, Any] = {"grad_out": grad_out, "out": out, "lse": lse}
+    backward = normalize_backward(query, key, value, completed, **outputs)
+    given = completed | outputs | {"query": query, "key": key, "value": value}
+    return differentiate(backward, given, completed["layout"] == "bshd", signature)
 
 
 @overload
@@ -245,14 +250,21 @@ def varlen_attention_backward(
     return differentiate(backward, completed | {"query": query, "key": key, "value": value}, True)
 
 
-def differentiate(backward: Backward, given: dict[str, Any], swapped: bool) -> Gradients:
+def differentiate(
+    backward: Backward, given: dict[str, Any], swapped: bool, signature: Any = None
+) -> Gradients:
     """The gradients as the caller wants them, who gave these arguments. `swapped`: their length axes stand
-    before their head axes."""
-    threads = host.threads_for(given["num_threads"])
+    before their head axes. Others of the `signature`, if there is one, are prepared with it."""
     chosen = select(backward.problem, given["backend"], gradients=True)
+    threads = chosen.thread_limit(host.threads_for(given["num_threads"]))
     sizes = backward.problem.sizes
-    is_empty = not sizes.heads * sizes.rows * sizes.len_k
-    found = backward.zeros() if is_empty else chosen.differentiate(backward, chosen.thread_limit(threads))
+    if not sizes.heads * sizes.rows * sizes.len_k:
+        found = backward.zeros()
+    elif prepared := None if signature is None else chosen.prepare_gradients(backward, threads):
+        found = prepared.run_on(backward)
+        keep_gradients(signature, backward, given, chosen, prepared, threads)
+    else:
+        found = chosen.differentiate(backward, threads)
     if backward.query_factors is not None and found.query is not None:
         with np.errstate(all="ignore"):
             found = found._replace(query=found.query * backward.query_factors[:, None, None])
@@ -281,17 +293,3 @@ def differentiate(backward: Backward, given: dict[str, Any], swapped: bool) -> G
         name: returned(getattr(found, name), given[name], name) for name in found._fields if name != "bias"
     }
     return Gradients(**others, bias=of_bias)
-
-
-def as_given(gradient: np.ndarray, given: np.ndarray, swapped: bool) -> np.ndarray:
-    """A gradient in the layout, shape and dtype of its argument."""
-    if swapped and given.ndim > 2:
-        gradient = gradient.swapaxes(-3, -2)
-    missing = gradient.ndim - given.ndim
-    if missing > 0 and gradient.shape[:missing] == (1,) * missing:
-        gradient = gradient.reshape(gradient.shape[missing:])
-    elif missing < 0:
-        gradient = gradient.reshape((1,) * -missing + gradient.shape)
-    dtype = FLOAT64 if given.dtype.kind in "biu" else given.dtype.newbyteorder("=")
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(sum_to(gradient, given.shape), dtype).reshape(given.shape)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from fastattn._api.backward import as_given, differentiate
+from fastattn._api.backward import differentiate
 from fastattn._api.flex import as_aux, as_mod, check_functions, function_mask, mask_of
 from fastattn._call.backward import normalize_backward
-from fastattn._call.gradients import FlexGradients
+from fastattn._call.gradients import FlexGradients, as_given
 from fastattn._call.options import complete, public
 from fastattn._machine.device import host_array, in_library_of, on_host
 

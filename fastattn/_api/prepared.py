@@ -25,13 +25,13 @@ from fastattn._call import options as _options
 from fastattn._call.problem import NO_ARRAYS, mean_over_heads, parts_of_rows
 from fastattn._call.storage import Paged, Quantized, Rows, locate_pages, native_scale, signature_of_rows
 from fastattn._machine import host
-from fastattn.masks import Mask
+from fastattn.masks import Dense, Mask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastattn._call.normalize import Request
-    from fastattn._call.problem import Mod
+    from fastattn._call.problem import Mod, Problem
     from fastattn.backends._base import Backend, Prepared
 
 try:
@@ -54,7 +54,7 @@ _ROWS = (Paged, Quantized, Rows)
 _NO_ROWS = (None,) * 6  #: scales and tables of a call without `Rows`
 
 #: The public functions, as signatures tell them apart.
-ATTENTION, SDPA, SDPA_GQA, VARLEN, FLEX = range(5)
+ATTENTION, SDPA, SDPA_GQA, VARLEN, FLEX, GRADIENTS = range(6)
 
 MAX_CALLS = 512  #: that are kept; the oldest goes first
 MAX_HELD_NBYTES = 1 << 16  #: of a mask object's intervals and map, which a call keeps: 32 MB in all
@@ -79,11 +79,12 @@ def signature_of(
     options: dict[str, Any],
     more: Any = None,
     token: int = 0,
+    others: tuple[Any, ...] = (),
 ) -> Any:
     """What two calls with the same preparation have in common, to look them up by, or None.
 
-    `function` tells the public functions apart. `more` is what else decides, and can be hashed, or `token` is
-    its number.
+    `function` tells the public functions apart. `others` are what it reads beside these, arrays or None.
+    `more` is what else decides, and can be hashed, or `token` is its number.
     """
     if type(key) in _ROWS or type(value) in _ROWS:
         rows = [signature_of_rows(x) if type(x) in _ROWS else None for x in (key, value)]
@@ -96,7 +97,7 @@ def signature_of(
         token_of(mask)  # by which the signature has it
     if more is not None:
         token = token_of(more)
-    return signature(function, query, key, value, options, host.default_backend(), token)
+    return signature(function, query, key, value, options, host.default_backend(), token, others)
 
 
 def counts(values: Any) -> Any:
@@ -105,6 +106,15 @@ def counts(values: Any) -> Any:
         with suppress(ValueError, TypeError, OverflowError):
             return np.array(values)
     return values
+
+
+def use_arrays(options: dict[str, Any], also_masks: bool = True) -> None:
+    """Puts arrays in the place of `key_lengths` in a list and, where `also_masks`, of a mask object that
+    stands for its array."""
+    if type(options.get("key_lengths")) in (list, tuple, int):
+        options["key_lengths"] = counts(options["key_lengths"])
+    if also_masks and type(options.get("mask")) is Dense:
+        options["mask"] = options["mask"].array
 
 
 def reuse(
@@ -141,20 +151,31 @@ def run(
 
     `inputs` are the caller's query, key and value.
     """
-    num_threads = options.get("num_threads")
-    found = run_once(request, () if signature is None else inputs, options, backend, num_threads)
+    found = run_once(
+        request, () if signature is None else inputs, options, backend, options.get("num_threads")
+    )
     if found is None:
         return
     prepared, threads = found
+
+    def make() -> PreparedCall | None:
+        call = PreparedCall(request, options, backend, prepared.is_small)
+        if call.is_too_large(options):
+            return None
+        is_compiled = _driver is not None and type(prepared) is _driver.Prepared
+        return call.plain(inputs, options) or call if is_compiled else call
+
+    keep(signature, make, threads, prepared)
+
+
+def keep(signature: Any, make: Callable[[], Any], threads: int, prepared: Any) -> None:
+    """Adds what was prepared for a number of threads to the call of a signature, which `make` makes if it is
+    new, or None where it is not worth keeping."""
     call = _calls.get(signature)
     if call is None:
-        call = PreparedCall(request, options, backend, num_threads, prepared.is_small)
-        if call.held_nbytes > MAX_HELD_NBYTES:
-            if isinstance(mask := options.get("mask"), Mask):
-                _tokens.pop(mask, None)  # it may be as large
+        call = make()
+        if call is None:
             return
-        if _driver is not None and type(prepared) is _driver.Prepared:
-            call = call.plain(inputs, options) or call
         forget_oldest(_calls)
     call.keep(threads, prepared)
     _calls[signature] = call
@@ -178,14 +199,14 @@ def run_once(
         backend.run(problem, threads)
         return None
     prepared.run(problem.arrays(), problem.score_mod)
-    if not inputs or not _reads_as_given(request, inputs, options):
+    copies_out = request.staged is not None and problem.score_mod is None
+    if not inputs or copies_out or not reads_as_given(problem, inputs, options):
         return None
     return prepared, 1 if prepared.is_small else threads
 
 
-def _reads_as_given(request: Request, inputs: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether what is read and written is the caller's memory, and nothing had to be converted."""
-    problem = request.problem
+def reads_as_given(problem: Problem[Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether what is read is the caller's memory, and nothing had to be converted."""
     query, key, value = inputs
     mask, bias = options.get("mask"), options.get("bias")
     if isinstance(mask, Mask):
@@ -201,34 +222,25 @@ def _reads_as_given(request: Request, inputs: tuple[Any, ...], options: dict[str
         pairs += (
             zip(Rows.of(x).memory(), used.memory(), strict=True) if isinstance(used, Rows) else [(x, used)]
         )
-    return (request.staged is None or problem.score_mod is not None) and all(
-        given is used or given.ctypes.data == used.ctypes.data for given, used in pairs
-    )
+    return all(is_same(*pair) for pair in pairs)
 
 
-class PreparedCall:
-    """A call of which only the arrays are missing."""
+def is_same(given: Any, used: Any) -> bool:
+    """Whether an array that is read is the caller's memory."""
+    return given is used or given.ctypes.data == used.ctypes.data
+
+
+class Kept:
+    """What the signature of a call decides: a mask object's arrays, and what was prepared for so many
+    threads."""
 
     __slots__ = (
-        "_by_threads", "_dropout", "_held", "_is_small", "_lead", "_len_k", "_limit", "_lse", "_mask_is_bias",
-        "_may_fail", "_mean_dtype", "_num_threads", "_out", "_swapped", "_weights", "held_nbytes",
+        "_by_threads", "_dropout", "_held", "_is_small", "_len_k", "_limit", "_mask_is_bias", "_num_threads",
     )  # fmt: skip
 
     def __init__(
-        self,
-        request: Request,
-        options: dict[str, Any],
-        backend: Backend,
-        num_threads: int | None,
-        is_small: bool,
+        self, problem: Problem[Any], options: dict[str, Any], backend: Backend, is_small: bool
     ) -> None:
-        problem = request.problem
-        # The shape and dtype of each result that the caller wants.
-        results = iter([(result.shape, result.dtype) for result in request.results])
-        self._out = next(results)
-        self._lse = None if problem.lse is None else next(results)
-        self._weights = None if problem.weights is None else next(results)
-        self._mean_dtype = problem.mean_dtype
         given, bias = options.get("mask"), options.get("bias")
         self._mask_is_bias = given is not None and bias is None and problem.plain_bias is not None
         mask_map = problem.mask_map
@@ -240,42 +252,81 @@ class PreparedCall:
             mask_bits=None if mask_map is None else mask_map.bits,
         )
         self._len_k, self._dropout = problem.len_k, problem.dropout
-        self._lead, self._swapped = problem.lead, request.swapped
-        self._may_fail = problem.score_mod is not None
-        self.held_nbytes = sum(
+        self._limit: Callable[[int], int] = backend.thread_limit
+        self._num_threads = options.get("num_threads")
+        self._is_small = is_small
+        self._by_threads: dict[int, Any] = {}
+
+    def is_too_large(self, options: dict[str, Any]) -> bool:
+        """Whether it holds more than `MAX_HELD_NBYTES` of a mask object, which is not kept either then."""
+        nbytes = sum(
             array.base.nbytes if array.base is not None else array.nbytes
             for array in self._held
             if array is not None
         )
-        self._limit: Callable[[int], int] = backend.thread_limit
-        self._num_threads = num_threads
-        self._is_small = is_small
-        self._by_threads: dict[int, Prepared] = {}
+        is_too_large = nbytes > MAX_HELD_NBYTES
+        if is_too_large and isinstance(mask := options.get("mask"), Mask):
+            _tokens.pop(mask, None)  # it may be as large
+        return is_too_large
+
+    def keep(self, threads: int, prepared: Any) -> None:
+        """Adds what was prepared for a number of threads."""
+        self._by_threads[threads] = prepared
+
+    def _threads(self) -> int:
+        """How many threads this call may have now."""
+        wanted = self._num_threads
+        return self._limit(host.get_num_threads() if wanted is None else wanted)
+
+    def _prepared(self) -> Any:
+        return self._by_threads.get(1 if self._is_small else self._threads())
+
+    def _lengths(self, given: Any) -> tuple[np.ndarray | None, bool]:
+        """`key_lengths` as they are now, whatever their strides, and whether they are in range."""
+        if given is None:
+            return None, True
+        lengths = np.array(given, np.int64, order="C")
+        numbers = lengths.ravel().tolist() if lengths.size <= 64 else [int(lengths.min()), int(lengths.max())]
+        return lengths, not numbers or 0 <= min(numbers) <= max(numbers) <= self._len_k
+
+    def _masks(self, options: dict[str, Any]) -> tuple[Any, Any]:
+        """The bias, and the mask that is an array: what is read of both."""
+        mask, bias = options.get("mask"), options.get("bias")
+        if mask is not None and isinstance(mask, Mask):
+            mask = None
+        return (mask, None) if self._mask_is_bias else (bias, mask)
+
+    def _drop_key(self, options: dict[str, Any]) -> Any:
+        dropout = self._dropout
+        return None if dropout is None else dropout._replace(seed=options["seed"]).key
+
+
+class PreparedCall(Kept):
+    """A call of which only the arrays are missing."""
+
+    __slots__ = ("_lead", "_lse", "_may_fail", "_mean_dtype", "_out", "_swapped", "_weights")
+
+    def __init__(self, request: Request, options: dict[str, Any], backend: Backend, is_small: bool) -> None:
+        problem = request.problem
+        super().__init__(problem, options, backend, is_small)
+        # The shape and dtype of each result that the caller wants.
+        results = iter([(result.shape, result.dtype) for result in request.results])
+        self._out = next(results)
+        self._lse = None if problem.lse is None else next(results)
+        self._weights = None if problem.weights is None else next(results)
+        self._mean_dtype = problem.mean_dtype
+        self._lead, self._swapped = problem.lead, request.swapped
+        self._may_fail = problem.score_mod is not None
 
     def __call__(
         self, score_mod: Mod | None, query: Any, key: Any, value: Any, options: dict[str, Any]
     ) -> Any:
         """The results; None where this call must go through `fastattn._call.normalize` after all."""
         prepared = self._prepared()
-        if prepared is None:
+        (bias, mask), out, sinks = self._masks(options), options.get("out"), options.get("sinks")
+        lengths, are_right = self._lengths(options.get("key_lengths"))
+        if prepared is None or not are_right:
             return None
-        get = options.get
-        mask, bias, sinks, out, lengths = (
-            get("mask"),
-            get("bias"),
-            get("sinks"),
-            get("out"),
-            get("key_lengths"),
-        )
-        if mask is not None and isinstance(mask, Mask):
-            mask = None
-        if lengths is not None:
-            lengths = np.array(lengths, np.int64, order="C")  # as at the first call, whatever its strides
-            numbers = (
-                lengths.ravel().tolist() if lengths.size <= 64 else [int(lengths.min()), int(lengths.max())]
-            )
-            if numbers and not 0 <= min(numbers) <= max(numbers) <= self._len_k:
-                return None
         result = out
         if out is None or self._may_fail:
             result = np.empty(*self._out)
@@ -293,10 +344,7 @@ class PreparedCall:
             except ValueError:  # a page is not one
                 return None
             of_rows = parts_of_rows(key_parts, value_parts)
-        if self._mask_is_bias:
-            mask, bias = None, mask
-        dropout = self._dropout
-        drop_key = None if dropout is None else dropout._replace(seed=options["seed"]).key
+        drop_key = self._drop_key(options)
         results = self._run(
             prepared, score_mod, query, key, value, result, bias, mask, lengths, of_rows, sinks, drop_key
         )
@@ -317,18 +365,6 @@ class PreparedCall:
             return None
         out = np.empty(*self._out)
         return self._run(prepared, None, query, None, None, out, None, None, key_lengths, rows, sinks)
-
-    def keep(self, threads: int, prepared: Prepared) -> None:
-        """Adds what was prepared for a number of threads."""
-        self._by_threads[threads] = prepared
-
-    def _threads(self) -> int:
-        """How many threads this call may have now."""
-        wanted = self._num_threads
-        return self._limit(host.get_num_threads() if wanted is None else wanted)
-
-    def _prepared(self) -> Prepared | None:
-        return self._by_threads.get(1 if self._is_small else self._threads())
 
     def _run(
         self,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
-from fastattn._api.backward import as_given
 from fastattn._api.prepared import forget_oldest
 from fastattn._call.arguments import (
     as_array,
@@ -18,6 +17,7 @@ from fastattn._call.arguments import (
     host_numbers,
     is_swapped,
 )
+from fastattn._call.gradients import as_given
 from fastattn._call.normalize import as_inputs, as_result, naming_shapes, room_for_out
 from fastattn._call.options import refusing
 from fastattn._call.recurrent import DIFFERENTIABLE, RecurrentBackward, RecurrentCall, RecurrentGradients

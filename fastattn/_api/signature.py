@@ -26,7 +26,14 @@ tokens: dict[Any, int] = {}
 
 
 def signature(
-    function: int, query: Any, key: Any, value: Any, given: dict[str, Any], backend: Any, token: int = 0
+    function: int,
+    query: Any,
+    key: Any,
+    value: Any,
+    given: dict[str, Any],
+    backend: Any,
+    token: int = 0,
+    others: tuple[Any, ...] = (),
 ) -> tuple[Any, ...] | None:
     """What is the same for all calls which are done alike, or None for a call with unusual arguments.
 
@@ -37,7 +44,11 @@ def signature(
         return None
     if values["backend"] is None:
         values["backend"] = backend
-    parts: list[Any] = [function, token, *(_described(ARRAY, array) for array in (query, key, value))]
+    parts: list[Any] = [
+        function,
+        token,
+        *(_described(ARRAY, array) for array in (query, key, value, *others)),
+    ]
     parts += [_described(o.part, values[o.name], o.choices) for o in OPTIONS]
     return None if None in parts else tuple(parts)
 

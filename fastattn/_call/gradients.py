@@ -121,6 +121,22 @@ def sum_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         return array.sum(axis=axes, dtype=np.float64, keepdims=True).reshape(shape)
 
 
+def as_given(gradient: np.ndarray, given: np.ndarray, swapped: bool) -> np.ndarray:
+    """A gradient in the layout, shape and dtype of its argument."""
+    if swapped and given.ndim > 2:
+        gradient = gradient.swapaxes(-3, -2)
+    missing = gradient.ndim - given.ndim
+    if missing > 0 and gradient.shape[:missing] == (1,) * missing:
+        gradient = gradient.reshape(gradient.shape[missing:])
+    elif missing < 0:
+        gradient = gradient.reshape((1,) * -missing + gradient.shape)
+    if gradient.shape == given.shape and gradient.dtype is given.dtype:
+        return np.ascontiguousarray(gradient).reshape(given.shape)
+    dtype = FLOAT64 if given.dtype.kind in "biu" else given.dtype.newbyteorder("=")
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(sum_to(gradient, given.shape), dtype).reshape(given.shape)
+
+
 class Gradients(NamedTuple, Generic[Gradient]):
     """Gradients with respect to the arguments of `attention`; None for what was not asked for.
 

@@ -71,7 +71,8 @@ class Schedule(NamedTuple):
     prefetch_rows: tuple[int, int] = (0, 0)  #: split-KV: prefetch distance, in keys and in values; 0: none
     keeps_query: bool = False  #: all numbers are bfloat16, and the query's are multiplied by a power of two
     uses_pairs: bool = False  #: the path: the sweep with scores of pairs
-    #: The weights of pairs or of the fused sweep are rounded to bfloat16.
+    #: The weights of pairs or of the fused sweep are rounded to bfloat16. Of gradients: the path of pairs,
+    #: with gradients of scores that are rounded as well.
     rounds_weights: bool = False
     uses_fused: bool = False  #: the path: the fused sweep, whose query blocks have FUSED_LANES lanes
     task_blocks: int = 0  #: fused sweep: query blocks of a task at most, and heads that they are of
@@ -283,20 +284,31 @@ def _fused_schedule(problem: Problem, target: Target, num_threads: int) -> Sched
 def make_backward_schedule(
     problem: Problem, target: Target, num_threads: int, sums_by_task: bool
 ) -> Schedule:
-    """The schedule of the gradients of a problem: tasks are key tiles, each over all query blocks.
+    """The schedule of the gradients of a problem, whose `out` is that of the outputs: tasks are key tiles,
+    each over all query blocks.
 
     sums_by_task: each task has sums of its own, so that the tasks decide the order of summation.
     """
     sizes = problem.sizes
-    factors = factors_of(problem)
+    rounds_weights = (
+        problem.rounds_weights
+        and target.has_pairs
+        and not target.has_fused
+        and storage_code(problem.out) == BFLOAT16
+        and sizes.rows > constants.BACKWARD_PAIR_LANES // 2
+        and _keeps_query(problem)
+    )
+    factors = exact_factors(problem) if rounds_weights else factors_of(problem)
     scores_on_tiles = target.has_fused and _fuses(problem, factors)
     heads, lanes = sizes.heads, constants.FUSED_LANES if scores_on_tiles else target.lanes
     small = sizes.rows * heads * sizes.len_k * (sizes.head_dim + sizes.value_dim) < constants.SMALL_WORK
     # Query blocks of about the same size. Tiles of large blocks have rows of a length fixed in the kernels.
     max_lanes = constants.BACKWARD_ROW_NBYTES // problem.dtype.itemsize
+    if rounds_weights:
+        max_lanes = constants.BACKWARD_PAIR_LANES
     n_blocks = max(1, -(-sizes.rows // max_lanes))
     block_q = _up(-(-sizes.rows // n_blocks), lanes)
-    if n_blocks == 1 and 2 * block_q <= max_lanes:
+    if n_blocks == 1 and 2 * block_q <= max_lanes and not rounds_weights:
         max_lanes = block_q
     block_k = min(constants.BACKWARD_BLOCK_K, max(WORD, _up(sizes.len_k, WORD)))
     n_tiles = -(-sizes.len_k // block_k)
@@ -308,7 +320,8 @@ def make_backward_schedule(
     return Schedule(
         num_threads=1 if small else min(num_threads, n_tasks), uses_split_kv=False,
         block_k=block_k, n_vectors=block_q // target.lanes, n_blocks=n_blocks, max_lanes=max_lanes,
-        n_tasks=n_tasks, split_tiles=task_tiles, scores_on_tiles=scores_on_tiles, **factors._asdict(),
+        n_tasks=n_tasks, split_tiles=task_tiles, scores_on_tiles=scores_on_tiles, is_small=small,
+        rounds_weights=rounds_weights, **factors._asdict(),
     )  # fmt: skip
 
 

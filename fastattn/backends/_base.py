@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fastattn._call.problem import Mod, Problem
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastattn._call.gradients import Backward, Gradients
+    from fastattn._call.problem import Arrays
 
 
 class Prepared(Protocol):
@@ -20,6 +23,21 @@ class Prepared(Protocol):
 
         score_mod: of the same key as the problem's; what it reads may differ.
         """
+        ...
+
+
+class PreparedGradients(Protocol):
+    """The gradients of a problem but for its arrays: any of the same dtypes, shapes and strides will do."""
+
+    is_small: bool  #: one thread does it, however many there may be
+
+    def run(self, arrays: Arrays, out: np.ndarray, lse: np.ndarray, grad_lse: np.ndarray | None) -> Gradients:
+        """Those of query, key and value; `arrays` are of the problem, with the gradient of the outputs as
+        `out`."""
+        ...
+
+    def run_on(self, backward: Backward) -> Gradients:
+        """All that the call asks for."""
         ...
 
 
@@ -56,6 +74,10 @@ class Backend(Protocol):
     def gradient_reasons(self) -> list[str]:
         """Why this backend cannot compute gradients; empty when it can."""
         return ["it computes no gradients"]
+
+    def prepare_gradients(self, backward: Backward, num_threads: int) -> PreparedGradients | None:
+        """What the signature of a call for gradients decides, as `prepare` does."""
+        return None
 
     def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
         """The gradients that are asked for, on a backend without `gradient_reasons`."""

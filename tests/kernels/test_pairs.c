@@ -358,6 +358,63 @@ static void check_accumulate_stored(int n_keys, int value_dim, int vectors, int 
     release();
 }
 
+/* `layout` 0 and 1: the words of adjacent lanes and of adjacent keys, as the compiler knows them; 2: any others. */
+static void check_accumulate_words(int n_pairs, int n_sums, int vectors, int layout, int adds) {
+    const ptrdiff_t ld = lanes * vectors, of_rows = 4 * FASTATTN_PAIR_LANES;
+    const ptrdiff_t row = layout == 0 ? 4 : layout == 1 ? of_rows : 4 * (n_sums + below(5));
+    const ptrdiff_t col = layout == 0 ? of_rows / 2 : 4;
+    float *const rows = tile(n_pairs + 1, ld), *const acc = filled(n_sums, ld, 0), *const old = filled(n_sums, ld, 0);
+    char *const words = (char *)tile((n_pairs * row + n_sums * col) / 4 + 1, 1);
+    for (ptrdiff_t i = 0; i < n_pairs * ld; i++) {
+        const uint32_t word = pair_of(bfloat16_number(below(20)), bfloat16_number(1));
+        memcpy(rows + i, &word, 4);
+    }
+    for (ptrdiff_t i = 0; i < (n_pairs * row + n_sums * col) / 4; i++) {
+        const uint32_t word = pair_of(bfloat16_number(1), bfloat16_number(below(20)));
+        memcpy(words + 4 * i, &word, 4);
+    }
+    for (ptrdiff_t i = 0; i < n_sums * ld; i++) old[i] = acc[i] = (float)uniform(-10, 10);
+    kernels->pairs->accumulate_words(acc, rows, ld, words, row, col, n_pairs, n_sums, adds);
+    for (ptrdiff_t i = 0; i < n_sums; i++)
+        for (ptrdiff_t c = 0; c < ld; c++) {
+            float want = adds ? old[i * ld + c] : 0;
+            for (ptrdiff_t start = 0; start < n_pairs || start == 0; start += FASTATTN_KEY_CHUNK / 2) {
+                float sum = 0;
+                for (ptrdiff_t p = start; p < n_pairs && p < start + FASTATTN_KEY_CHUNK / 2; p++)
+                    sum = add_pair(word_at(rows + p * ld + c), word_at(words + p * row + i * col), sum);
+                want = adds || start > 0 ? sum + want : sum;
+            }
+            CHECK(same(acc[i * ld + c], want), "%d pairs: sum %td, column %td is %a, not %a", n_pairs, i, c,
+                  (double)acc[i * ld + c], (double)want);
+        }
+    release();
+}
+
+static void test_round_numbers(void) {
+    for (ptrdiff_t n = 0; n <= 40 * lanes; n += lanes) {
+        float *const from = tile(n + 1, 1);
+        char *const to = (char *)tile(n / 2 + 1, 1);
+        for (ptrdiff_t i = 0; i < n; i++) from[i] = any_weight() * (below(2) ? 1 : -1);
+        kernels->pairs->round_numbers(to, from, n);
+        for (ptrdiff_t i = 0; i < n; i++) {
+            uint16_t half;
+            memcpy(&half, to + 2 * i, 2);
+            const float got = float_of((uint32_t)half << 16), want = rounded_to_8_bits(from[i]);
+            CHECK(same(got, want), "number %td of %td, %a, is %a, not %a", i, n, (double)from[i], (double)got, (double)want);
+        }
+        release();
+    }
+}
+
+static void test_products_of_gradients(void) {
+    for (int n_pairs = 0; n_pairs <= 140; n_pairs++)
+        for (int layout = 0; layout < 3; layout++) {
+            const int most = layout == 1 ? FASTATTN_PAIR_LANES : 140;
+            if (layout != 0 || n_pairs <= FASTATTN_PAIR_LANES / 2)
+                check_accumulate_words(n_pairs, 1 + below(most), 1 + below(8), layout, below(2));
+        }
+}
+
 static void test_weights_and_values(void) {
     for (int n_keys = 1; n_keys <= 140; n_keys++) {
         check_pair_weights(n_keys, 1 + below(kernels->max_vectors), n_keys % 2);
@@ -382,6 +439,8 @@ static void test_pairs(char *errors, size_t room) {
         {"pairs_independence", test_pairs_independence},
         {"bits_of_pairs", test_bits_of_pairs},
         {"weights_and_values", test_weights_and_values},
+        {"round_numbers", test_round_numbers},
+        {"products_of_gradients", test_products_of_gradients},
     };
     largest_pair_error = largest_value_error = 0;
     for (int t = 0; t < COUNT(own); t++) {

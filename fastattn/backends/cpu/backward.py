@@ -1,4 +1,4 @@
-"""The arrays that a driver fills for gradients, in its own order, and the gradients made of them.
+"""Calls for gradients: what a driver is told, the arrays that it fills, and the gradients made of them.
 
 A driver sees the query rows of a key/value head as one list, row = i * group_size + g. Rows that it writes
 are padded to whole vectors.
@@ -6,8 +6,10 @@ are padded to whole vectors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import frexp, ldexp
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from fastattn._call.gradients import (
     score_roundings,
     sum_to,
 )
-from fastattn._call.problem import FLOAT64, Problem
+from fastattn._call.problem import FLOAT64, Arrays, Problem
 from fastattn._call.schedule import Schedule
 from fastattn._machine.constants import LN2, LOG2E
 from fastattn.backends.cpu.fields import (
@@ -32,88 +34,163 @@ from fastattn.backends.cpu.fields import (
 from fastattn.backends.cpu.record import address_of
 from fastattn.biases import Sums
 
+ROWS = ("query", "key", "value")
+
 LEAST_SCALE = 2.0**-20  #: smaller ones might make gradients of weights denormal
 
 
-@dataclass
-class Room:
-    """What a driver reads and adds to, see ``struct Gradients`` of its sources."""
+class Plan(NamedTuple):
+    """The numbers of a call for gradients, see ``struct Gradients`` of a driver's sources."""
 
     grad_scale: float  #: by which `delta` and the gradients of the weights are multiplied
     scale: float  #: the other factor of the scale, by which gradients of queries and keys are multiplied
     unit: float  #: by which scores of the kernels are multiplied to be natural
-    large_score: float  #: see `fastattn._call.gradients`
-    large_norms: float
     score_rounding: float
     usual_rounding: float
-    base: np.ndarray  #: (2, *lead, K, padded_rows): the lse in the units of the scores, as the sum of two
-    delta: np.ndarray  #: (*lead, K, padded_rows): holds grad_lse, 0 without
-    seen: np.ndarray | None  #: (*lead, K, padded_rows) bool, where there are sinks to differentiate
-    query: np.ndarray  #: (*lead, K, rows, D rounded up to whole vectors)
-    key: np.ndarray  #: (*lead, K, S, D rounded up)
-    value: np.ndarray  #: (*lead, K, S, E rounded up)
-    bias: dict[Sums, np.ndarray]  #: as `_room_for_sums` makes them
-    #: (sums, 4 + axes of the scores): kind, address, keys of a run, numbers of a row of a grid; the strides
-    #: of those that are broadcast to the scores, innermost first
-    bias_words: np.ndarray
-    bias_turns: np.ndarray | None  #: (key tiles, query blocks), where heads or items share BIAS_OF_SCORES
-    diagonal_turn: np.ndarray | None  #: of BIAS_OF_DIAGONALS, the task that adds next
+    padded_rows: int
+    query_ld: int  #: D rounded up to whole vectors
+    value_ld: int  #: E rounded up
+    wants: tuple[bool, ...]  #: whether the gradients of query, key and value are asked for
+    rounds_weights: bool  #: of the schedule
+    large_score: float = LARGE_SCORE
+    large_norms: float = LARGE_NORMS
 
 
-def make_room(backward: Backward, schedule: Schedule, lanes: int) -> Room:
-    """The inputs of a driver, and room for its outputs. bias, seen and turns are 0. query, key and value are
-    not set: the driver sets them. Those that nobody wants have no rows."""
+def plan_of(backward: Backward, schedule: Schedule, lanes: int) -> Plan:
+    """Of a problem's gradients by this schedule."""
     problem = backward.problem
-    sizes, dtype = problem.sizes, problem.dtype
-    heads = (*problem.lead, sizes.num_kv_heads)
-    padded_rows = schedule.n_blocks * schedule.n_vectors * lanes + schedule.max_lanes
-    query_ld, value_ld = (-(-dim // lanes) * lanes for dim in (sizes.head_dim, sizes.value_dim))
-
-    def by_row(array: np.ndarray) -> np.ndarray:
-        grouped = array.reshape(*heads, sizes.group_size, sizes.len_q)
-        rows = np.zeros((*heads, padded_rows), dtype)
-        rows[..., : sizes.rows] = grouped.swapaxes(-2, -1).reshape(*heads, sizes.rows)
-        return rows
-
-    shapes = {
-        "query": (sizes.rows, query_ld),
-        "key": (sizes.len_k, query_ld),
-        "value": (sizes.len_k, value_ld),
-    }
-    query, key, value = in_one_block(
-        np.empty,
-        dtype,
-        [(*heads, rows if name in backward.wrt else 0, ld) for name, (rows, ld) in shapes.items()],
-    )
-    unit = 1.0 if schedule.exponent_factor == LOG2E else schedule.exponent_factor * LN2
-    base = backward.lse.astype(np.float64) / unit
-    high = base.astype(dtype)
-    with np.errstate(invalid="ignore"):
-        low = np.where(np.isfinite(high), base - high, 0)
     grad_scale, scale = 1.0, problem.scale
     if not problem.bias and "aux" not in backward.wrt and LEAST_SCALE <= abs(scale) <= 1:
         grad_scale, scale = scale, 1.0  # the whole scale is applied where grad_out is packed
-    room = Room(
+        if schedule.rounds_weights:  # by a power of two alone, which rounds nothing
+            grad_scale = ldexp(1.0, frexp(problem.scale)[1] - 1)
+            scale = problem.scale / grad_scale
+    return Plan(
         grad_scale,
         scale,
-        unit,
-        LARGE_SCORE,
-        LARGE_NORMS,
+        1.0 if schedule.exponent_factor == LOG2E else schedule.exponent_factor * LN2,
         *score_roundings(problem),
-        base=np.stack([by_row(high), by_row(low)]),
-        delta=by_row(np.zeros_like(base) if backward.grad_lse is None else backward.grad_lse),
-        seen=np.zeros((*heads, padded_rows), bool) if "sinks" in backward.wrt else None,
-        query=query,
-        key=key,
-        value=value,
-        bias={},
-        bias_words=np.zeros((0, 4 + problem.query.ndim), np.int64),
-        bias_turns=None,
-        diagonal_turn=None,
+        padded_rows=schedule.n_blocks * schedule.n_vectors * lanes + schedule.max_lanes,
+        query_ld=-(-problem.head_dim // lanes) * lanes,
+        value_ld=-(-problem.value_dim // lanes) * lanes,
+        wants=tuple(name in backward.wrt for name in ROWS),
+        rounds_weights=schedule.rounds_weights,
     )
-    if "bias" in backward.wrt:
-        _make_room_for_bias(room, backward, schedule)
-    return room
+
+
+@dataclass(slots=True)
+class Room:
+    """What a driver fills and adds to. query, key and value have no rows where nobody wants them."""
+
+    rows: np.ndarray  #: (3, *lead, K, padded_rows): the base, which is the sum of two numbers, and delta
+    seen: np.ndarray | None  #: (*lead, K, padded_rows) bool, 0, where there are sinks to differentiate
+    query: np.ndarray  #: (*lead, K, rows, query_ld)
+    key: np.ndarray  #: (*lead, K, S, query_ld)
+    value: np.ndarray  #: (*lead, K, S, value_ld)
+    bias: dict[Sums, np.ndarray] = field(default_factory=dict)  #: 0, as `_room_for_sums` makes them
+    #: (sums, 4 + axes of the scores): kind, address, keys of a run, numbers of a row of a grid; the strides
+    #: of those that are broadcast to the scores, innermost first
+    bias_words: np.ndarray | None = None
+    bias_turns: np.ndarray | None = None  #: (key tiles, query blocks), where heads share BIAS_OF_SCORES
+    diagonal_turn: np.ndarray | None = None  #: of BIAS_OF_DIAGONALS, the task that adds next
+
+
+class PreparedGradients:
+    """A call for gradients but for its arrays: any of the same dtypes, shapes and strides will do."""
+
+    def __init__(
+        self,
+        backward: Backward,
+        schedule: Schedule,
+        lanes: int,
+        records_of: Callable[[Plan], Any],
+        loops_of: Callable[[Backward, Schedule, int], Any],
+    ) -> None:
+        """records_of: of a driver, see `GradientRecords` of its sources. loops_of: see
+        `fastattn.backends.jit.loading.gradient_loops_of`."""
+        problem = backward.problem
+        self._plan = plan = plan_of(backward, schedule, lanes)
+        self._records = records_of(plan)
+        self._sizes, self._dtype, self._wrt = problem.sizes, problem.dtype, backward.wrt
+        self._shapes = problem.query.shape, backward.lse.shape
+        self._heads = heads = (*problem.lead, problem.num_kv_heads)
+        rows = (self._sizes.rows, problem.len_k, problem.len_k)
+        lds = (plan.query_ld, plan.query_ld, plan.value_ld)
+        self._room = [
+            (*heads, n if wanted else 0, ld) for n, ld, wanted in zip(rows, lds, plan.wants, strict=True)
+        ]
+        self._lanes, self._schedule, self._loops_of = lanes, schedule, loops_of
+        self.is_small = schedule.is_small
+
+    def run_on(self, backward: Backward) -> Gradients:
+        """The gradients of a call, which may have a score_mod or ask for those of a bias."""
+        problem = backward.problem
+        arrays = problem._replace(out=backward.grad_out).arrays()
+        return self.run(arrays, problem.out, backward.lse, backward.grad_lse, backward)
+
+    def run(
+        self,
+        arrays: Arrays,
+        out: np.ndarray,
+        lse: np.ndarray,
+        grad_lse: np.ndarray | None,
+        backward: Backward | None = None,
+    ) -> Gradients:
+        """The gradients, of arrays that have that of the outputs as `out`. `backward` is needed where the
+        problem has a score_mod, or the gradient of a bias is asked for."""
+        num_threads, loops = self._schedule.num_threads, None
+        for all_large in (False, True):
+            room = self._make_room()
+            if backward is not None:
+                loops = self._loops_of(backward, self._schedule, self._lanes)
+                if "bias" in self._wrt:
+                    _make_room_for_bias(room, backward, self._schedule)
+            if loops is not None:
+                num_threads = min(num_threads, loops.max_threads)
+            again = self._records.run(arrays, out, lse, grad_lse, room, loops, num_threads, all_large)
+            if not again:
+                break
+        return self._found(room, arrays.sinks)
+
+    def _make_room(self) -> Room:
+        lines = (*self._heads, self._plan.padded_rows)
+        query, key, value = in_one_block(np.empty, self._dtype, self._room)
+        seen = np.zeros(lines, bool) if "sinks" in self._wrt else None
+        return Room(np.empty((3, *lines), self._dtype), seen, query, key, value)
+
+    def _found(self, room: Room, given_sinks: np.ndarray | None) -> Gradients:
+        """The gradients in the order of the arguments."""
+        sizes, (query_shape, lse_shape) = self._sizes, self._shapes
+        wants_query, wants_key, wants_value = self._plan.wants
+        sinks = bias = None
+        if "bias" in self._wrt:
+            bias = {sums: sum_to(array, sums.shape) for sums, array in room.bias.items()}
+        if room.seen is not None and given_sinks is not None:
+            # A row without keys has its sink alone, which nothing depends on.
+            some = self._by_head(room.seen[..., : sizes.rows], lse_shape)
+            high, low, delta = (
+                self._by_head(x[..., : sizes.rows], lse_shape) for x in room.rows.astype(np.float64)
+            )
+            with np.errstate(all="ignore"):  # NaN and inf pass through
+                # Natural, as scores beside sinks are.
+                weights = np.exp(given_sinks[:, None].astype(np.float64) - high - low)
+                change = np.where(some, weights * (delta / self._plan.grad_scale), 0)
+                sinks = -sum_to(change, (sizes.num_heads, 1))[:, 0]
+        return Gradients(
+            self._by_head(room.query[..., : sizes.head_dim], query_shape) if wants_query else None,
+            room.key[..., : sizes.head_dim] if wants_key else None,
+            room.value[..., : sizes.value_dim] if wants_value else None,
+            bias,
+            sinks,
+        )
+
+    def _by_head(self, rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """``(*lead, K, rows, ...)`` as an array ``(*lead, H, L, ...)`` of this shape."""
+        sizes, heads = self._sizes, self._heads
+        if sizes.group_size == 1:
+            return rows
+        split = rows.reshape(*heads, sizes.len_q, sizes.group_size, *rows.shape[len(heads) + 1 :])
+        return split.swapaxes(len(heads), len(heads) + 1).reshape(shape)
 
 
 def _make_room_for_bias(room: Room, backward: Backward, schedule: Schedule) -> None:
@@ -150,34 +227,3 @@ def _room_for_sums(sums: Sums, problem: Problem) -> tuple[Any, ...]:
     if kind == BIAS_OF_SCORES:
         strides = np.broadcast_to(array, (*heads, len_q, len_k)).strides[::-1]
     return array, kind, address_of(array), run, shape[-1], *strides
-
-
-def gradients_of(backward: Backward, room: Room) -> Gradients:
-    """The gradients in the order of the arguments."""
-    problem, wrt = backward.problem, backward.wrt
-    sizes = problem.sizes
-    heads = (*problem.lead, sizes.num_kv_heads)
-
-    def by_head(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """``(*lead, K, rows, ...)`` as an array ``(*lead, H, L, ...)`` of this shape."""
-        split = rows.reshape(*heads, sizes.len_q, sizes.group_size, *rows.shape[len(heads) + 1 :])
-        return split.swapaxes(len(heads), len(heads) + 1).reshape(shape)
-
-    sinks = None
-    bias = {sums: sum_to(array, sums.shape) for sums, array in room.bias.items()} if "bias" in wrt else None
-    if room.seen is not None and problem.sinks is not None:
-        # A row without keys has its sink alone, which nothing depends on.
-        some = by_head(room.seen[..., : sizes.rows], backward.lse.shape)
-        delta = by_head(room.delta[..., : sizes.rows], backward.lse.shape) / np.float64(room.grad_scale)
-        high, low = (by_head(x[..., : sizes.rows], backward.lse.shape) for x in room.base.astype(np.float64))
-        with np.errstate(all="ignore"):  # NaN and inf pass through
-            # Natural, as scores beside sinks are.
-            weights = np.exp(problem.sinks[:, None].astype(np.float64) - high - low)
-            sinks = -sum_to(np.where(some, weights * delta, 0), (sizes.num_heads, 1))[:, 0]
-    return Gradients(
-        by_head(room.query[..., : sizes.head_dim], problem.query.shape) if "query" in wrt else None,
-        room.key[..., : sizes.head_dim] if "key" in wrt else None,
-        room.value[..., : sizes.value_dim] if "value" in wrt else None,
-        bias,
-        sinks,
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from fastattn._call.storage import INT8, SWAPPED, storage_of
 from fastattn._machine import host, threads
 from fastattn._machine.constants import ISAS, SMALL_WORK
 from fastattn.backends._base import Backend, Prepared
-from fastattn.backends.cpu.backward import gradients_of, make_room
+from fastattn.backends.cpu.backward import PreparedGradients
 from fastattn.backends.cpu.record import write_record
 from fastattn.backends.jit.loading import gradient_loops_of, loop_of, reasons_no_compiler
 
@@ -88,32 +89,24 @@ class CythonBackend(Backend):
     def gradient_reasons(self) -> list[str]:
         return []
 
-    def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
+    def prepare_gradients(self, backward: Backward, num_threads: int) -> PreparedGradients:
         problem = backward.problem
         target = Target(**driver.target(problem.dtype.itemsize))
-        schedule = make_backward_schedule(problem, target, num_threads, backward.sums_by_task)
         of_gradients = problem._replace(out=backward.grad_out)
+        schedule = make_backward_schedule(of_gradients, target, num_threads, backward.sums_by_task)
         larger = {}
         if any(array.dtype != problem.dtype for array in (problem.query, problem.out, backward.grad_out)):
             row = max(problem.head_dim, problem.value_dim) * problem.dtype.itemsize
             larger = {"staged": schedule.max_lanes * row, "staged_rows": 8 * schedule.max_lanes}
-        forward = record = write_record(of_gradients, schedule, target, **larger)
+        of_outputs = record = write_record(of_gradients, schedule, target, **larger)
         grad_out, out = backward.grad_out, problem.out
         if larger or (grad_out.dtype, grad_out.strides) != (out.dtype, out.strides):
-            forward = write_record(problem, schedule, target)
-        for all_large in (False, True):
-            room = make_room(backward, schedule, target.lanes)
-            loops = gradient_loops_of(backward, schedule, target.lanes)
-            n_threads = (
-                schedule.num_threads if loops is None else min(schedule.num_threads, loops.max_threads)
-            )
-            again = driver.differentiate(
-                record, of_gradients.arrays(), forward, problem.arrays(), n_threads,
-                tuple(name in backward.wrt for name in ("query", "key", "value")), room, loops, all_large,
-            )  # fmt: skip
-            if not again:
-                break
-        return gradients_of(backward, room)
+            of_outputs = write_record(problem, schedule, target)
+        records_of = partial(driver.GradientRecords, record, of_outputs)
+        return PreparedGradients(backward, schedule, target.lanes, records_of, gradient_loops_of)
+
+    def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
+        return self.prepare_gradients(backward, num_threads).run_on(backward)
 
     def function_reasons(self, name: str, call: Any) -> list[str]:
         if name == "linear_attention" and call.feature_map is not elu_plus_one:

@@ -24,12 +24,17 @@ cdef bint run_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
         if not loaded:
             load_block(job, g, w, t, block)
             tile.query_norm = largest_norm(job, t.query_rows, block.n_rows, g.query_ld) * fabs(g.grad_scale)
+            if g.rounds_weights:
+                tile.query_norm *= fabs(g.scale)
         # By a margin, for rounding: `set_own_lse` decides.
         if (not tile.query_norm * tile.key_norm < 0.99 * g.large_norms
                 and not g.is_large[tile.head * job.n_blocks + tile.index]):
             g.needs_own_lse = True
         nonfinite = ((nonfinite_keys or g.nonfinite[tile.head * job.n_blocks + tile.index])
                      and masks_some(job, tile.state))
+        # The last one of an odd number of keys is paired with a key that nobody attends.
+        if g.rounds_weights and nonfinite_keys and tile.n_keys & 1:
+            nonfinite = True
         find_scores(job, g, w, t, block, tile, nonfinite)
         find_change(job, g, w, t, block, tile)
     if g.bias_turns != NULL:
@@ -85,6 +90,8 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
             nonfinite_keys |= load_keys(job, &block.value, t.values, g.value_ld, key0, n_keys, job.value_dim)
             if job.scores_on_tiles:
                 split_task_keys(job, g, t, n_keys)
+            if g.rounds_weights:
+                pair_keys(job, g, t, n_keys)
         loaded = False
         for number in range(g.task_tiles):
             key = key0 + number * job.block_k
@@ -110,6 +117,11 @@ cdef void run_keys(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task
         key = key0 + number * job.block_k
         if key < key0 + n_keys and not are_set >> number & 1:
             clear_keys(job, g, tile.head, key, min(job.block_k, key0 + n_keys - key))
+    if g.rounds_weights and g.wants_key and g.scale != 1:
+        for number in range((n_keys + job.max_lanes - 1) // job.max_lanes):
+            key = number * job.max_lanes
+            scale_rows(job, g, w, g.key + (tile.head * job.len_k + key0 + key) * g.query_ld * job.itemsize,
+                       min(job.max_lanes, n_keys - key))
     if g.diagonal_turn != NULL:
         add_diagonals(job, g, t, task, key0, n_keys)
     if g.functions.turns != NULL:
@@ -182,6 +194,8 @@ cdef void find_own_lse(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t 
         load_keys(job, &block.key, t.keys, g.query_ld, key, n_loaded, job.head_dim)
         if job.scores_on_tiles:
             split_task_keys(job, g, t, n_loaded)
+        if g.rounds_weights:
+            kernels_of(job).pairs.round_numbers(t.stored_keys, t.keys, n_loaded * g.query_ld)
         find_scores(job, g, w, t, &block, &tile, False)
         for j in range(tile.n_keys):
             set_real(t.change + j * size,
@@ -246,78 +260,87 @@ cdef void set_functions(Job *job, Functions *f, loops):
         f.n_sums = sums.shape[1]
 
 
-def differentiate(tuple record, arrays, tuple forward_record, forward_arrays, int num_threads, tuple wants,
-                  room, loops, bint all_large):
-    """Fills the gradients of a `fastattn.backends.cpu.backward.Room`; see `Gradients` for its arrays. Returns whether it
-    must be done again with `all_large`, as scores may be large where no lse is. loops: a `GradientLoops`, or None.
+cdef class GradientRecords:
+    """A call for gradients but for its arrays; see `fastattn.backends.cpu.backward`."""
 
-    `arrays` are those of `Problem.arrays` where the record's `out` is the gradient of the outputs; in forward_record it
-    is the outputs. `wants`: whether the gradients of query, key and value are asked for.
-    """
-    cdef Job *job = new_job(record[0], record[1])
-    cdef Job *forward = new_job(forward_record[0], forward_record[1])
-    cdef Gradients g
-    cdef cnp.ndarray base = room.base, query = room.query, value = room.value, turns, of_blocks, reads
-    cdef cnp.ndarray words = room.bias_words
-    cdef bint done
-    cdef int64_t outside, at
-    cdef Py_ssize_t n_blocks, number
-    set_addresses(job, tuple(arrays))
-    set_addresses(forward, tuple(forward_arrays))
-    memset(&g, 0, sizeof(Gradients))
-    g.job = job
-    g.forward = forward
-    g.heads = job.batch * job.num_kv_heads
-    g.padded_rows = base.shape[base.ndim - 1]
-    g.query_ld = query.shape[query.ndim - 1]
-    g.value_ld = value.shape[value.ndim - 1]
-    g.task_tiles = job.split_tiles
-    g.base = <char *>address_of(base)
-    g.delta = <char *>address_of(room.delta)
-    g.seen = <char *>address_of(room.seen)
-    g.query = <char *>address_of(query)
-    g.key = <char *>address_of(room.key)
-    g.value = <char *>address_of(value)
-    g.wants_query, g.wants_key, g.wants_value = wants
-    g.grad_scale = room.grad_scale
-    g.scale = room.scale
-    g.unit = room.unit
-    g.large_score = room.large_score
-    g.large_norms = room.large_norms
-    g.score_rounding = room.score_rounding
-    g.usual_rounding = room.usual_rounding
-    g.natural_cap = job.softcap * g.unit if job.softcap > 0 else INFINITY
-    n_blocks = g.heads * job.n_blocks
-    turns = np.zeros(n_blocks, np.int64)
-    of_blocks = np.zeros(2 * n_blocks, np.bool_)
-    reads = np.empty((n_blocks, 2), np.int64)
-    g.turns = <int64_t *>address_of(turns)
-    g.reads = <int64_t *>address_of(reads)
-    g.nonfinite = <char *>address_of(of_blocks)
-    g.is_large = g.nonfinite + n_blocks
-    if all_large:
-        memset(g.is_large, 1, n_blocks)
-    g.bias_sums = <const int64_t *>address_of(words)
-    g.n_bias_sums = words.shape[0]
-    g.wants_change = g.wants_query or g.wants_key or g.n_bias_sums > 0
-    for number in range(g.n_bias_sums):
-        g.has_grids |= bias_sums(job, &g, number).kind == BIAS_OF_GRID
-    g.bias_turns = <int64_t *>address_of(room.bias_turns)
-    g.diagonal_turn = <int64_t *>address_of(room.diagonal_turn)
-    if loops is not None:
-        set_functions(job, &g.functions, loops)
-        g.wants_change |= g.functions.of_aux != NULL
-    with nogil:
-        done = run_stage(&g, STAGE_PREPARE, n_blocks, num_threads)
-        if done and memchr(g.is_large, 1, n_blocks) != NULL:
-            done = run_stage(&g, STAGE_OWN_LSE, n_blocks, num_threads)
-        done = done and run_stage(&g, STAGE_KEYS, job.n_tasks, num_threads)
-        outside = job.read_outside
-        at = job.outside_at - 1
-    free(job)
-    free(forward)
-    if not done:
-        raise MemoryError("no memory for the tiles of a thread")
-    if loops is not None and not g.needs_own_lse:
-        loops.finish(outside, at, g.functions.outside)
-    return g.needs_own_lse
+    cdef Prepared of_gradients   # its `out` is the gradient of the outputs
+    cdef Prepared of_outputs
+    cdef Gradients planned       # what is the same in all calls
+
+    def __init__(self, tuple record, tuple record_of_outputs, plan):
+        """plan: a `fastattn.backends.cpu.backward.Plan`."""
+        cdef Gradients *g = &self.planned
+        cdef const Job *job
+        self.of_gradients = Prepared(record[0], record[1], 1, False)
+        self.of_outputs = Prepared(record_of_outputs[0], record_of_outputs[1], 1, False)
+        job = <const Job *>self.of_gradients.record
+        memset(g, 0, sizeof(Gradients))
+        g.heads = job.batch * job.num_kv_heads
+        g.task_tiles = job.split_tiles
+        g.padded_rows, g.query_ld, g.value_ld = plan.padded_rows, plan.query_ld, plan.value_ld
+        g.wants_query, g.wants_key, g.wants_value = plan.wants
+        g.rounds_weights = plan.rounds_weights
+        g.grad_scale, g.scale, g.unit = plan.grad_scale, plan.scale, plan.unit
+        g.large_score, g.large_norms = plan.large_score, plan.large_norms
+        g.score_rounding, g.usual_rounding = plan.score_rounding, plan.usual_rounding
+        g.natural_cap = job.softcap * g.unit if job.softcap > 0 else INFINITY
+
+    def run(self, arrays, out, lse, grad_lse, room, loops, int num_threads, bint all_large):
+        """Fills the gradients of a `fastattn.backends.cpu.backward.Room`. Returns whether it must be done again, in a new
+        room and with `all_large`, as scores may be large where no lse is.
+
+        `arrays` are those of `Problem.arrays`, with the gradient of the outputs as `out`. loops: a `GradientLoops`, or None.
+        """
+        cdef Gradients g = self.planned
+        cdef Job *job
+        cdef cnp.ndarray words = room.bias_words
+        cdef bint done = False
+        cdef int64_t outside = 0, at = 0
+        cdef Py_ssize_t n_blocks, number
+        cdef char *of_blocks
+        g.lse = <const char *>address_of(lse)
+        g.grad_lse = <const char *>address_of(grad_lse)
+        g.base = <char *>address_of(room.rows)
+        g.seen = <char *>address_of(room.seen)
+        g.query = <char *>address_of(room.query)
+        g.key = <char *>address_of(room.key)
+        g.value = <char *>address_of(room.value)
+        g.bias_sums = <const int64_t *>address_of(words)
+        g.n_bias_sums = 0 if words is None else words.shape[0]
+        g.bias_turns = <int64_t *>address_of(room.bias_turns)
+        g.diagonal_turn = <int64_t *>address_of(room.diagonal_turn)
+        g.job = job = self.of_gradients.copy()
+        try:
+            g.forward = self.of_outputs.copy()
+            set_addresses(job, tuple(arrays))
+            g.forward.out.data = address_of(out)
+            g.delta = g.base + 2 * g.heads * g.padded_rows * job.itemsize
+            if loops is not None:
+                set_functions(job, &g.functions, loops)
+            g.wants_change = g.wants_query or g.wants_key or g.n_bias_sums > 0 or g.functions.of_aux != NULL
+            for number in range(g.n_bias_sums):
+                g.has_grids |= bias_sums(job, &g, number).kind == BIAS_OF_GRID
+            n_blocks = g.heads * job.n_blocks
+            of_blocks = <char *>calloc(n_blocks, 3 * sizeof(int64_t) + 2)
+            if of_blocks != NULL:
+                g.turns = <int64_t *>of_blocks
+                g.reads = g.turns + n_blocks
+                g.nonfinite = <char *>(g.reads + 2 * n_blocks)
+                g.is_large = g.nonfinite + n_blocks
+                memset(g.is_large, all_large, n_blocks)
+                with nogil:
+                    done = run_stage(&g, STAGE_PREPARE, n_blocks, num_threads)
+                    if done and memchr(g.is_large, 1, n_blocks) != NULL:
+                        done = run_stage(&g, STAGE_OWN_LSE, n_blocks, num_threads)
+                    done = done and run_stage(&g, STAGE_KEYS, job.n_tasks, num_threads)
+                outside = job.read_outside
+                at = job.outside_at - 1
+                free(of_blocks)
+        finally:
+            free(job)
+            free(g.forward)
+        if not done:
+            raise MemoryError("no memory for the tiles of a thread")
+        if loops is not None and not g.needs_own_lse:
+            loops.finish(outside, at, g.functions.outside)
+        return g.needs_own_lse

@@ -46,6 +46,8 @@ include "splitkv.pxi"    # few query rows: one key tile
 include "partials.pxi"   # a query block, from its queries to its outputs: partial results merged in a tree
 include "fused.pxi"      # many query rows on a tile unit: three units of work at once
 include "work.pxi"       # all tasks, on all threads
+include "gradient_record.pxi"  # gradients: the arrays of a call, a thread's tiles
+include "gradient_pairs.pxi"  # gradients of bfloat16: rounded weights, products of pairs
 include "gradient_tile.pxi"  # gradients: what one query block adds to those of a key tile
 include "backward.pxi"   # gradients: a key tile over the query blocks, all tasks on all threads
 

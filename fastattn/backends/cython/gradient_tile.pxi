@@ -16,154 +16,6 @@
 cdef double TINY_SHARE = 2.0 ** -118   # of a factor
 cdef double SMALL = 2.0 ** -64         # by which norms are multiplied: no such product overflows
 
-cdef enum Stage:
-    STAGE_PREPARE   # tasks: query blocks
-    STAGE_OWN_LSE   # those that are large
-    STAGE_KEYS      # key tiles
-
-
-ctypedef void (*aux_loop)(const void *scores, const void *change, Py_ssize_t ld, Py_ssize_t n, Py_ssize_t n_keys,
-                          Py_ssize_t key0, Py_ssize_t item, const Py_ssize_t *row_h, const Py_ssize_t *row_i,
-                          const char *aux, double *sums) noexcept nogil
-
-
-cdef struct Functions:
-    # Compiled loops around a score_mod, and what they read: see `fastattn.backends.jit.functions.GradientLoops`.
-    score_loop slope         # its derivative in the score; NULL: nobody asks
-    aux_loop of_aux          # and in what it reads of `aux`
-    const char *aux_of_slope
-    const char *aux_of_aux
-    double *sums             # (n_partial, n_sums): partial sums of the gradients of `aux`
-    int64_t *turns           # (n_partial): which of the tasks that add to a partial sum is next
-    Py_ssize_t n_partial, n_sums
-    int64_t outside          # the bits of reads out of bounds in `slope`
-
-
-cdef struct Gradients:
-    # What a backward call reads and writes beside its Job, of which `out` is the gradient of the outputs. Rows are those
-    # of a key/value head, row = i * group + g, and have a whole number of vectors.
-    Job *job
-    Job *forward             # of which `out` is the outputs
-    char *base               # (2, heads, padded_rows): the lse in the units of the scores, as the sum of two
-    char *delta              # (heads, padded_rows): grad_scale * (rowsum(grad_out * out) - grad_lse); before, grad_lse
-    char *seen               # (heads, padded_rows) bool: whether a row has any key; NULL: nobody asks
-    char *nonfinite          # (heads, n_blocks) bool: whether a query block has NaN or inf in query, out or grad_out, where
-                             # keys may be masked
-    char *is_large           # (heads, n_blocks) bool: whether an lse of a query block is large_score or more; with
-                             # all_large, every block is taken for such
-    int64_t *reads           # (heads, n_blocks, 2): the first key that a query block may attend, and the end of these keys
-    bint needs_own_lse       # some block that is not large may have scores of large_norms or more
-    # The gradients, uninitialised: the first tile that contributes to a row sets it. Rows without a contribution
-    # are set to 0: those of queries when their block is prepared, those of keys and values by their task.
-    char *query              # (heads, rows, query_ld)
-    char *key                # (heads, len_k, query_ld)
-    char *value              # (heads, len_k, value_ld)
-    const int64_t *bias_sums # `Room.bias_words`: what is added up for the gradient of the bias
-    int64_t *turns           # (heads, n_blocks)
-    int64_t *bias_turns      # (n_key_tiles, n_blocks), where heads or items share a bias
-    int64_t *diagonal_turn   # BIAS_OF_DIAGONALS: the task that adds its sums next
-    Py_ssize_t padded_rows, query_ld, value_ld, heads
-    Py_ssize_t task_tiles    # key tiles of a task
-    Py_ssize_t n_bias_sums
-    bint has_grids           # BIAS_OF_GRID is among them
-    bint wants_query, wants_key, wants_value
-    bint wants_change        # the gradients of the scores are needed, for any but those of values and sinks
-    double grad_scale        # the part of the scale that `delta` and the products of grad_out and values have
-    double scale             # the rest
-    double unit              # by which scores and lse are multiplied to be natural
-    double natural_cap       # the soft-cap in natural units, inf where there is none
-    double large_score       # see `fastattn._call.gradients`, in natural units
-    double large_norms
-    double score_rounding, usual_rounding
-    Functions functions      # where there is a score_mod
-    Stage stage
-
-
-cdef struct BiasSums:
-    # The words of one of them: double, but for BIAS_OF_SCORES. The strides of a bias follow, innermost first, 0 where it is
-    # broadcast.
-    int64_t kind
-    int64_t at               # BIAS_OF_KEYS: (batch, H, len_k); _OF_GRID: (batch, H, len_q, width); _OF_DIAGONALS:
-                             # (H, len_q + len_k - 1)
-    int64_t run, width       # _OF_GRID: the keys of a row; its rows and columns, or 1 of one row without columns
-
-
-cdef struct Tiles:
-    # One thread's tiles, beside its Scratch.
-    char *keys           # rows of the task, each padded with zeros to whole vectors
-    char *values
-    char *grad           # grad_scale * grad_out of the query block as columns, as `pack` leaves them
-    char *query_rows     # rows of query and grad_out, padded
-    char *grad_rows
-    char *change         # the products of grad_out and values, then the gradients of the scores
-    char *capped         # scores after the soft-cap, before score_mod, bias and mask
-    double *grids        # of each of the BiasSums of a grid: sums of `change` over the keys of its rows and of its columns
-    char *band           # BIAS_OF_DIAGONALS: sums along the diagonals of a tile, of each head of the group
-    double *diagonals    # and of the task, (group, len_q + task_keys)
-    Py_ssize_t task_keys
-    char *clean_keys     # the rows with NaN and inf set to 0, and the rows as they were
-    char *raw_rows
-    char *key_groups     # of the keys of the task and of the query block, where scores are on tiles
-    char *query_groups
-    uint32_t *key_flags  # of each group, the keys that have no parts
-    uint32_t *query_flags
-    char *ones
-    Py_ssize_t *stops
-
-
-cdef struct Tile:
-    # A query block and the keys of the task that it may attend.
-    Py_ssize_t head, index, first_row, key0, n_keys, turn
-    Py_ssize_t task_key0   # the first key of the task, whose keys and values are in Tiles
-    double query_norm, key_norm   # the largest of the block's and of the task's
-    TileState state
-    bint is_last        # no later key tile adds to the gradients of the queries
-    bint sets_queries   # no earlier one has
-    bint sets_keys      # no earlier query block has added to the gradients of these keys and values
-
-
-cdef inline const BiasSums *bias_sums(const Job *job, const Gradients *g, Py_ssize_t number) noexcept nogil:
-    return <const BiasSums *>(g.bias_sums + number * (<Py_ssize_t>sizeof(BiasSums) // 8 + 3 + job.n_lead))
-
-
-cdef inline Py_ssize_t grid_sums(const Job *job) noexcept nogil:
-    """Room for the sums of a tile: of its keys, and of one row more than they fill."""
-    return (job.block_k + 3) * job.max_lanes
-
-
-cdef inline bint keeps_capped(const Job *job) noexcept nogil:
-    return job.softcap > 0 or job.has_score_mod
-
-
-cdef Py_ssize_t set_tiles(const Job *job, const Gradients *g, char *base, Tiles *t) noexcept nogil:
-    """Sets the addresses of a thread's tiles from `base` on, a cache line; returns their size in bytes."""
-    cdef Py_ssize_t size = job.itemsize, lanes = job.max_lanes, keys = g.task_tiles * job.block_k
-    cdef Py_ssize_t q = g.query_ld * size, v = g.value_ld * size, wide = max(q, v)
-    cdef Py_ssize_t masks = masks_any(job), on_tiles = job.scores_on_tiles
-    cdef char *at = base
-    t.task_keys = keys
-    t.keys = take(&at, keys * q)
-    t.values = take(&at, max(keys, lanes) * v)
-    t.grad = take(&at, job.value_dim * lanes * size)
-    t.query_rows = take(&at, lanes * q)
-    t.grad_rows = take(&at, lanes * v)
-    t.change = take(&at, job.block_k * lanes * size)
-    t.capped = take(&at, job.block_k * lanes * size if keeps_capped(job) else 0)
-    if g.has_grids:
-        t.grids = <double *>take(&at, g.n_bias_sums * grid_sums(job) * sizeof(double))
-    if g.diagonal_turn != NULL:
-        t.band = take(&at, job.group_size * (lanes + job.block_k) * size)
-        t.diagonals = <double *>take(&at, job.group_size * (job.len_q + keys) * sizeof(double))
-    t.clean_keys = take(&at, masks * job.block_k * q)
-    t.raw_rows = take(&at, masks * lanes * wide)
-    t.key_groups = take(&at, on_tiles * (keys // GROUP_KEYS) * key_groups_nbytes(job))
-    t.query_groups = take(&at, on_tiles * (lanes // FUSED_LANES) * groups_in(job.head_dim) * GROUP_NBYTES)
-    t.key_flags = <uint32_t *>take(&at, keys // GROUP_KEYS * sizeof(uint32_t))
-    t.query_flags = <uint32_t *>take(&at, lanes * sizeof(uint32_t))
-    t.ones = take(&at, max(wide, lanes * size))
-    t.stops = <Py_ssize_t *>take(&at, max(wide // size, lanes) * sizeof(Py_ssize_t))
-    return at - base
-
 
 cdef inline bint is_nonfinite(const Job *job, const char *rows, Py_ssize_t n_rows, Py_ssize_t ld) noexcept nogil:
     """Whether any of the rows has NaN or inf, where that makes a difference: beside keys that may be masked."""
@@ -192,15 +44,26 @@ cdef inline void pack_rows(const Job *job, char *to, Py_ssize_t ld, const Source
     kernels_of(job).pack_rows(to, ld, rows.at, block.n_rows, rows.col, n_cols, factor)
 
 
+cdef inline void set_row(const Job *job, const Gradients *g, Py_ssize_t row, double base, double delta) noexcept nogil:
+    """Sets the base of a row, as the sum of two numbers, and its delta."""
+    cdef Py_ssize_t size = job.itemsize
+    cdef char *high = g.base + row * size
+    set_real(high, base, size)
+    set_real(high + g.heads * g.padded_rows * size, base - get_real(high, size) if isfinite(get_real(high, size)) else 0, size)
+    set_real(g.delta + row * size, delta, size)
+
+
 cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
-    """The delta of each row of a query block, the keys it reads, whether it is finite, and whether any lse is large;
-    zeros, where no tile will add to it."""
+    """The base and the delta of each row of a query block, the keys it reads, whether it is finite, and whether any lse is
+    large; zeros, where no tile will add to it."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t head = task // job.n_blocks, index = task % job.n_blocks, size = job.itemsize, row
-    cdef Py_ssize_t first = (head * g.padded_rows + index * block_rows(job)) * size
+    cdef Py_ssize_t first = head * g.padded_rows + index * block_rows(job), number
+    cdef Py_ssize_t of_head = head // job.num_kv_heads * job.num_kv_heads * job.group_size
     cdef SourceRows rows
     cdef Block block
-    cdef double sum
+    cdef double sum, lse, grad_lse
+    cdef bint is_last = index == job.n_blocks - 1
     cdef const char *grad
     cdef const char *out
     cdef bint in_place = not job.out_storage and not forward.out_storage and job.out.col == size and forward.out.col == size
@@ -228,9 +91,13 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
             out = lane_row(w, &forward.out, at_item(forward, &forward.out, block.item), row)
         sum = kernels.dot(grad, out, job.value_dim)
         nonfinite |= not isfinite(sum) or is_nonfinite(job, grad, 1, job.value_dim)
-        sum -= get_real(g.delta + first + row * size, size)
-        set_real(g.delta + first + row * size, g.grad_scale * sum, size)
-        g.is_large[task] |= g.large_score <= fabs(get_real(g.base + first + row * size, size)) * g.unit < INFINITY
+        number = (of_head + w.row_h[row]) * job.len_q + w.row_i[row]
+        lse = get_real(g.lse + number * size, size)
+        grad_lse = 0 if g.grad_lse == NULL else get_real(g.grad_lse + number * size, size)
+        set_row(job, g, first + row, lse / g.unit, g.grad_scale * (sum - grad_lse))
+        g.is_large[task] |= g.large_score <= fabs(lse) < INFINITY
+    for row in range(first + block.n_rows, (head + 1) * g.padded_rows if is_last else 0):
+        set_row(job, g, row, 0, 0)   # which vectors read beside the last rows
     g.nonfinite[task] = nonfinite
 
 
@@ -465,6 +332,9 @@ cdef void find_scores(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block 
         w.stops[v] = tile.n_keys
     if job.scores_on_tiles:
         score_on_tiles(job, g, w, t, block, tile)
+    elif g.rounds_weights:
+        score_pairs(job, w, t, block, tile, w.scores, t.query_columns, t.stored_keys, w.query, t.keys, g.query_ld, job.head_dim,
+                    t.other_queries)
     else:
         kernels.score(w.scores, NULL, w.query, block.ld, block.n_vectors,
                       t.keys + (tile.key0 - tile.task_key0) * g.query_ld * size, w.stops, job.head_dim, g.query_ld * size,
@@ -490,7 +360,10 @@ cdef void find_change(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block 
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef Py_ssize_t size = job.itemsize, first = (tile.head * g.padded_rows + tile.first_row) * size
     cdef const uint32_t *kept = find_drop_words(job, w, block, block.ld, tile.key0, tile.n_keys)
-    if g.wants_change and job.value_dim > 0:
+    if g.wants_change and g.rounds_weights and job.value_dim > 0:
+        score_pairs(job, w, t, block, tile, t.change, t.grad_columns, t.stored_values, t.grad, t.values, g.value_ld, job.value_dim,
+                    t.other_grads)
+    elif g.wants_change and job.value_dim > 0:
         kernels.score(t.change, NULL, t.grad, block.ld, block.n_vectors,
                       t.values + (tile.key0 - tile.task_key0) * g.value_ld * size, w.stops, job.value_dim, g.value_ld * size, size,
                       NULL, 0, 0)
@@ -521,29 +394,37 @@ cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *
     cdef const fastattn_kernels *kernels = kernels_of(job)
     cdef SourceRows rows = read_rows(job, w, block, &job.query, job.query_storage, job.head_dim)
     cdef Py_ssize_t i
-    kernels.pack(w.query, block.ld, rows.at, rows.col, job.head_dim, job.query_factor)
+    pack_rows(job, t.query_rows, g.query_ld, &rows, block, job.head_dim, 1 if g.rounds_weights else g.scale)
+    if g.rounds_weights:
+        t.other_queries = pack_columns(job, t, t.query_columns, t.query_rows, g.query_ld, block, job.head_dim, job.query_factor)
+        pair_rows(job, t, t.query_words, t.query_rows, block.n_rows, g.query_ld)
+    if not g.rounds_weights or t.other_queries:
+        kernels.pack(w.query, block.ld, rows.at, rows.col, job.head_dim, job.query_factor)
     if job.scores_on_tiles:
         for i in range(groups_in(block.n_rows)):
             t.query_flags[i] = fused_of(job).split_queries(
                 t.query_groups + i * groups_in(job.head_dim) * GROUP_NBYTES, <const float *>w.query + i * FUSED_LANES,
                 block.ld, job.head_dim)
-    pack_rows(job, t.query_rows, g.query_ld, &rows, block, job.head_dim, g.scale)
     rows = read_rows(job, w, block, &job.out, job.out_storage, job.value_dim)
-    kernels.pack(t.grad, block.ld, rows.at, rows.col, job.value_dim, g.grad_scale)
     pack_rows(job, t.grad_rows, g.value_ld, &rows, block, job.value_dim, 1)
+    if g.rounds_weights:
+        t.other_grads = pack_columns(job, t, t.grad_columns, t.grad_rows, g.value_ld, block, job.value_dim, g.grad_scale)
+        pair_rows(job, t, t.grad_words, t.grad_rows, block.n_rows, g.value_ld)
+    if not g.rounds_weights or t.other_grads:
+        kernels.pack(t.grad, block.ld, rows.at, rows.col, job.value_dim, g.grad_scale)
 
 
-cdef void scale_queries(const Job *job, const Gradients *g, Scratch *w, const Block *block, char *rows) noexcept nogil:
-    """Multiplies finished gradients of queries, in place, by the scale."""
-    cdef Py_ssize_t lane, size = job.itemsize
+cdef void scale_rows(const Job *job, const Gradients *g, Scratch *w, char *rows, Py_ssize_t n_rows) noexcept nogil:
+    """Multiplies finished gradients of queries or keys, in place, by the scale; at most as many rows as lanes."""
+    cdef Py_ssize_t lane, size = job.itemsize, ld = job.max_lanes
     cdef double rest
-    for lane in range(block.n_rows):
+    for lane in range(n_rows):
         w.rows[lane] = rows + lane * g.query_ld * size
         set_real(w.inverse + lane * size, g.scale, size)
         rest = g.scale - get_real(w.inverse + lane * size, size)
         # Not 0, which times inf would be NaN, and too small to change a result.
-        set_real(w.inverse + (block.ld + lane) * size, rest if rest != 0 else g.scale * TINY_SHARE, size)
-    kernels_of(job).unpack_rows(w.rows, job.itemsize, block.n_rows, rows, g.query_ld, job.head_dim, w.inverse, block.ld)
+        set_real(w.inverse + (ld + lane) * size, rest if rest != 0 else g.scale * TINY_SHARE, size)
+    kernels_of(job).unpack_rows(w.rows, size, n_rows, rows, g.query_ld, job.head_dim, w.inverse, ld)
 
 
 cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, Tile *tile, bint nonfinite) noexcept nogil:
@@ -559,15 +440,17 @@ cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
         if g.wants_value:
             if nonfinite:
                 clean_rows(job, t.grad_rows, t.raw_rows, t.grad_rows, block.n_rows, g.value_ld)
-            accumulate_rows_of(job, t, to_value, t.grad_rows, g.value_ld, w.scores, 1, ld, tile.n_keys, block.n_rows,
-                               tile.sets_keys)
+                if g.rounds_weights:
+                    pair_rows(job, t, t.grad_words, t.grad_rows, block.n_rows, g.value_ld)
+            add_over_rows(job, g, t, block, tile, to_value, t.grad_rows, t.grad_words, g.value_ld, w.scores)
             if nonfinite:
                 add_nonfinite(job, w, block, tile, t.raw_rows, g.value_ld, False, w.scores, to_value, g.value_ld)
         if g.wants_key:
             if nonfinite:
                 clean_rows(job, t.query_rows, t.raw_rows, t.query_rows, block.n_rows, g.query_ld)
-            accumulate_rows_of(job, t, to_key, t.query_rows, g.query_ld, t.change, 1, ld, tile.n_keys, block.n_rows,
-                               tile.sets_keys)
+                if g.rounds_weights:
+                    pair_rows(job, t, t.query_words, t.query_rows, block.n_rows, g.query_ld)
+            add_over_rows(job, g, t, block, tile, to_key, t.query_rows, t.query_words, g.query_ld, t.change)
             if nonfinite:
                 add_nonfinite(job, w, block, tile, t.raw_rows, g.query_ld, False, t.change, to_key, g.query_ld)
     if not g.wants_query and not g.has_grids:
@@ -578,12 +461,17 @@ cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
     if tile.state != TILE_EMPTY and g.wants_query:
         if nonfinite:
             clean_rows(job, t.clean_keys, NULL, keys, tile.n_keys, g.query_ld)
-        accumulate_rows_of(job, t, to_query, t.clean_keys if nonfinite else keys, g.query_ld, t.change, ld, 1, block.n_rows,
-                           tile.n_keys, tile.sets_queries)
+            if g.rounds_weights:   # with the factors as they are for what was cleaned away
+                pair_rows(job, t, t.clean_keys, t.clean_keys, tile.n_keys, g.query_ld)
+                memcpy(t.other_scores, t.change, tile.n_keys * ld * size)
+            add_over_keys(job, g, t, block, tile, to_query, t.clean_keys, t.clean_keys,
+                          t.other_scores if g.rounds_weights else t.change)
+        else:
+            add_over_keys(job, g, t, block, tile, to_query, keys, t.key_words + offset // 2 * g.query_ld * size, t.change)
         if nonfinite:
             add_nonfinite(job, w, block, tile, keys, g.query_ld, True, t.change, to_query, g.query_ld)
     if tile.state != TILE_EMPTY and g.has_grids:
         add_grids(job, g, w, t, block, tile)
     if g.wants_query and tile.is_last and g.scale != 1:
-        scale_queries(job, g, w, block, to_query)
+        scale_rows(job, g, w, to_query, block.n_rows)
     fastattn_pass_turn(turn, tile.turn + 1)

@@ -145,7 +145,7 @@ def recall(int function, query, key, value, dict given, backend):
     cdef PyObject *values[MAX_OPTIONS]
     cdef object found = None, call, results
     if read_options(given, backend, values):
-        found = signature_of(function, 0, query, key, value, values)
+        found = signature_of(function, 0, query, key, value, (), values)
     if found is None:
         return None
     call = calls.get(found)

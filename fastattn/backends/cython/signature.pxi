@@ -4,7 +4,8 @@
 cdef enum:
     MAX_AXES = 8            # arrays with more, and other unusual arguments, have no signature
     MAX_OPTIONS = 32
-    MAX_WORDS = 4 + (3 + MAX_OPTIONS) * (2 + 2 * MAX_AXES)
+    MAX_OTHERS = 4          # arrays beside query, key, value and the options
+    MAX_WORDS = 4 + (3 + MAX_OPTIONS + MAX_OTHERS) * (2 + 2 * MAX_AXES)
 
 cdef enum Part:
     PART_NEVER                   # as in `fastattn._call.options`
@@ -232,27 +233,30 @@ cdef inline bint read_options(dict given, object backend, PyObject **values) exc
     return True
 
 
-cdef object signature_of(int function, int64_t token, query, key, value, PyObject **values):
+cdef object signature_of(int function, int64_t token, query, key, value, tuple others, PyObject **values):
     cdef Words to
     cdef int n
     to.n = 0
     put(&to, function | token << 8)
     put(&to, <int64_t><size_t>chosen[0])
-    if not (put_array(&to, query) and put_array(&to, key) and put_array(&to, value)):
+    if len(others) > MAX_OTHERS or not (put_array(&to, query) and put_array(&to, key) and put_array(&to, value)):
         return None
     for n in range(n_options):
         if not put_option(&to, options + n, <object>values[n]):
             return None
+    for other in others:
+        if not put_array(&to, other):
+            return None
     return PyBytes_FromStringAndSize(<char *>to.word, to.n * sizeof(int64_t))
 
 
-def signature(int function, query, key, value, dict given, backend, int64_t token=0):
+def signature(int function, query, key, value, dict given, backend, int64_t token=0, tuple others=()):
     """Bytes that are equal for calls which can share a prepared call, or None for a call with unusual arguments.
 
     `function` is a number for each public function, `given` the options of the call, `backend` that of a call that names
-    none, and `token` the number of all else that decides.
+    none, `token` the number of all else that decides, and `others` what it reads beside these, arrays or None.
     """
     cdef PyObject *values[MAX_OPTIONS]
     if not read_options(given, backend, values):
         return None
-    return signature_of(function, token, query, key, value, values)
+    return signature_of(function, token, query, key, value, others, values)

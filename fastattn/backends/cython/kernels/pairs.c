@@ -85,11 +85,11 @@ INLINE VEC splat_pair(const char *at) {
 
 /* ------------------------------------------------------------------ weights and values */
 
-/* A pair of weights of each lane, rounded to nearest even; denormal numbers become 0. */
+/* A pair of numbers of each lane, rounded to nearest even; denormal ones become 0 with their sign. */
 #if defined(FASTATTN_MODEL)
 INLINE WORDS rounded(VEC x) {
     const WORDS bits = (WORDS)x, is_normal = (WORDS)((bits & 0x7f800000u) != 0);
-    return (bits + 0x7fff + (bits >> 16 & 1)) & is_normal;
+    return (bits + 0x7fff + (bits >> 16 & 1)) & (is_normal | 0x80000000u);
 }
 INLINE VEC pair(VEC low, VEC high) { return (VEC)((rounded(low) >> 16) | (rounded(high) & (uint32_t)HIGH_HALF)); }
 #else
@@ -174,6 +174,63 @@ static void accumulate(void *acc, const void *p, const void *rescale, ptrdiff_t 
 #undef GROUP
 }
 
+/* ------------------------------------------------------------------ products of gradients */
+
+static void round_numbers(char *to, const void *numbers, ptrdiff_t n) {
+    const REAL *x = numbers;
+    for (; n > 0; n -= LANES, x += LANES, to += 2 * LANES) {
+#if defined(FASTATTN_MODEL)
+        const WORDS bits = rounded(load(x)) >> 16;
+        for (int i = 0; i < LANES; i++) memcpy(to + 2 * i, (const uint16_t[]){(uint16_t)bits[i]}, 2);
+#else
+        const __m256bh halves = _mm512_cvtneps_pbh((__m512)load(x));
+        memcpy(to, &halves, sizeof halves);
+#endif
+    }
+}
+
+#define ACCUMULATE_TILE accumulate_word_tile
+#define COLUMN(row, r, col) splat_pair((row) + (r) * (col))
+#define CHUNK_ROWS (KEY_CHUNK / 2)
+#define MOST_COLUMNS PAIR_ROWS
+#include "accumulate_tile.h"
+
+/* `accumulate_words` for V vectors of columns. */
+INLINE void accumulate_word_group(const int V, REAL *acc, const REAL *rows, const REAL *rescale, ptrdiff_t ld,
+                                  const char *words, ptrdiff_t row, ptrdiff_t col, ptrdiff_t n_pairs, ptrdiff_t n_sums) {
+    ptrdiff_t stops[TILE_VECTORS];
+    for (int v = 0; v < V; v++) stops[v] = n_pairs;
+#define SUMS(R)                                                                                                \
+    for (; n_sums >= R; n_sums -= R, acc += R * ld, words += R * col)                                          \
+    accumulate_word_tile(R, V, 1, acc, rows, rescale, ld, words, stops, KEY_CHUNK / 2, row, col, NULL, 0, 0)
+    SUMS(PAIR_ROWS);
+    SUMS(4);
+    SUMS(2);
+    SUMS(1);
+#undef SUMS
+}
+
+INLINE void accumulate_words_at(ptrdiff_t row, ptrdiff_t col, REAL *acc, const REAL *rows, ptrdiff_t ld, const char *words,
+                                ptrdiff_t n_pairs, ptrdiff_t n_sums, int adds) {
+    static const REAL ones[TILE_VECTORS * LANES] = {[0 ... TILE_VECTORS * LANES - 1] = 1};
+    const int n_vectors = (int)(ld / LANES);
+#define GROUP(V, unit, i)                                                                                      \
+    accumulate_word_group(V, acc + (i)*LANES, rows + (i)*LANES, adds ? ones : NULL, ld, words, row, col, n_pairs, n_sums)
+    EACH_GROUP(GROUP, TILE_VECTORS, 0, 0);
+#undef GROUP
+}
+
+static void accumulate_words(void *acc, const void *rows, ptrdiff_t ld, const char *words, ptrdiff_t row, ptrdiff_t col,
+                             ptrdiff_t n_pairs, ptrdiff_t n_sums, int adds) {
+    const ptrdiff_t of_rows = 4 * FASTATTN_PAIR_LANES;
+    if (row == 4 && col == of_rows / 2) /* pairs of lanes */
+        accumulate_words_at(4, of_rows / 2, acc, rows, ld, words, n_pairs, n_sums, adds);
+    else if (row == of_rows && col == 4) /* pairs of keys */
+        accumulate_words_at(of_rows, 4, acc, rows, ld, words, n_pairs, n_sums, adds);
+    else
+        accumulate_words_at(row, col, acc, rows, ld, words, n_pairs, n_sums, adds);
+}
+
 /* ------------------------------------------------------------------ values as they are stored */
 
 /* Two adjacent columns are one word: read once, and broadcast, for both. */
@@ -225,4 +282,6 @@ const fastattn_pairs CONCAT(fastattn_pairs, FASTATTN_ISA) = {
     .pair_values = pair_values,
     .accumulate = accumulate,
     .accumulate_stored = accumulate_stored,
+    .round_numbers = round_numbers,
+    .accumulate_words = accumulate_words,
 };

@@ -18,6 +18,9 @@
 /* Columns of values that are paired at once; a pair of rows has a multiple of it, the last ones 0. */
 #define FASTATTN_PAIR_COLUMNS 32
 
+/* Query rows of a block of the gradients, as many as `pack` takes: the addresses of their words are known to the compiler. */
+#define FASTATTN_PAIR_LANES 64
+
 /* Bytes of the pairs of two rows of values. */
 static inline ptrdiff_t fastattn_pairs_nbytes(ptrdiff_t value_dim) {
     return (value_dim + FASTATTN_PAIR_COLUMNS - 1) / FASTATTN_PAIR_COLUMNS * FASTATTN_PAIR_COLUMNS * 4;
@@ -66,6 +69,15 @@ typedef struct {
                               const char *values, ptrdiff_t row, const ptrdiff_t *stops, ptrdiff_t first_chunk,
                               ptrdiff_t value_dim, const char *const *prefetch, ptrdiff_t n_prefetch,
                               ptrdiff_t prefetch_nbytes);
+
+    /* to[i] = numbers[i], i < n, rounded to bfloat16 as by `pair_weights`; n is a multiple of `lanes`. */
+    void (*round_numbers)(char *to, const void *numbers, ptrdiff_t n);
+
+    /* Products of gradients. acc[i][c] = the sum over pairs p of the products of rows[p * ld + c], a word of the numbers of two
+     * rows in column c, and the word at words + p * row + i * col; added to acc[i][c] where `adds` is not 0. i < n_sums, and
+     * c < ld, a multiple of `lanes`. */
+    void (*accumulate_words)(void *acc, const void *rows, ptrdiff_t ld, const char *words, ptrdiff_t row, ptrdiff_t col,
+                             ptrdiff_t n_pairs, ptrdiff_t n_sums, int adds);
 } fastattn_pairs;
 
 #endif

@@ -165,35 +165,58 @@ def test_masked_keys_may_hold_anything(engine, number, len_k):
 
 @needs_products
 @on_rounding
+@pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("place", ["grad_out", "query", "key", "value"])
-def test_what_is_not_finite_reaches_what_may_read_it(engine, place):
+def test_what_is_not_finite_reaches_what_may_read_it(engine, place, number):
     names = ("grad_out", "query", "key", "value")
     arrays = dict(zip(names, call_of(9), strict=True))
     mask = np.ones((LEN_Q, LEN_K), bool)
     mask[::3, 41] = mask[7, ::2] = False
-    arrays[place][1, 7 if place in ("grad_out", "query") else 41, 5] = np.nan
+    arrays[place][1, 7 if place in ("grad_out", "query") else 41, 5] = number
     got, exact = (solve(engine, *arrays.values(), precision=it, mask=mask) for it in ("storage", "exact"))
     for of in ("query", "key", "value"):
-        nan = np.isnan(getattr(exact, of).astype(np.float32))
-        np.testing.assert_array_equal(np.isnan(getattr(got, of).astype(np.float32)), nan, of)
-        assert not nan.all()
+        x, y = (getattr(found, of).astype(np.float32) for found in (got, exact))
+        np.testing.assert_array_equal(np.isnan(x), np.isnan(y), of)
+        np.testing.assert_array_equal(np.isinf(x), np.isinf(y), of)
+        assert np.isfinite(y).any()
 
 
 @needs_products
 @on_rounding
-@pytest.mark.parametrize("size", [2.0**-130, 2.0**62])
-def test_rows_whose_products_are_not_those_of_pairs(engine, size):
-    """Of a row of the query or of `grad_out` that is denormal or very large; other rows keep their bits."""
-    grad_out, query, key, value = call_of(10)
-    expected = solve(engine, grad_out, query, key, value)
-    for place in (0, 1):
-        arrays = [grad_out.copy(), query.copy(), key, value]
-        arrays[place][1, 30] = (np.sign(arrays[place][1, 30].astype(np.float32)) * size).astype(BFLOAT16)
-        got, exact = (solve(engine, *arrays, precision=it) for it in ("storage", "exact"))
-        others = np.arange(LEN_Q) != 30
-        assert_same_bits(got.query[:, others].view(np.uint16), expected.query[:, others].view(np.uint16))
-        x, y = (found.query[1, 30].astype(np.float64) for found in (got, exact))
-        np.testing.assert_allclose(x, y, rtol=0.05, atol=0.02 * np.abs(y).max() + 1e-6)
+def test_an_odd_row_that_overflows(engine):
+    """The last row is paired with none: its infinite gradients of scores are not multiplied by 0."""
+    grad_out, query, key, value = call_of(13, len_q=65)
+    grad_out[..., -1, :] = 0
+    grad_out[..., -1, 0] = 1e38
+    value[..., 0] = np.where(np.arange(LEN_K) % 2, 100, -100)
+    got, exact = (solve(engine, grad_out, query, key, value, precision=it) for it in ("storage", "exact"))
+    x, y = (found.key.astype(np.float32) for found in (got, exact))
+    assert np.isinf(y).any()
+    np.testing.assert_array_equal(np.isinf(x), np.isinf(y))
+
+
+@needs_products
+@on_rounding
+@pytest.mark.parametrize("place", ["query", "grad_out"])
+def test_rows_whose_products_are_not_those_of_pairs(engine, place):
+    """Denormal numbers beside very large ones: products of usual size. Other rows keep their bits."""
+    arrays = dict(zip(("grad_out", "query", "key", "value"), call_of(10), strict=True))
+    large = {"query": "key", "grad_out": "value"}[place]
+    arrays[large] = (arrays[large].astype(np.float32) * 2.0**122).astype(BFLOAT16)
+    signs = np.sign(arrays[place][:, 30].astype(np.float32))
+    arrays[place] = arrays[place] * 0
+    expected = solve(engine, *arrays.values())
+    arrays[place][:, 30] = (signs * 2.0**-122 * 0.125).astype(BFLOAT16)
+    usual = solve(engine, *arrays.values())
+    arrays[place][:, 30] = (signs * 2.0**-130).astype(BFLOAT16)
+    got, exact = (solve(engine, *arrays.values(), precision=it) for it in ("storage", "exact"))
+    others = np.arange(LEN_Q) != 30
+    for found in (got, usual):
+        x, y = found.query[:, others], expected.query[:, others]
+        assert_same_bits(x.view(np.uint16), y.view(np.uint16))
+    of = {"query": "value", "grad_out": "key"}[place]
+    x, y = (getattr(found, of).astype(np.float64) for found in (got, exact))
+    assert np.any(y) and np.linalg.norm(x - y) <= 2.0**-7 * np.linalg.norm(y)
 
 
 @needs_products
@@ -206,6 +229,24 @@ def test_large_scores(engine):
     for of in ("query", "key", "value"):
         x, y = (getattr(found, of).astype(np.float64) for found in (got, exact))
         assert np.linalg.norm(x - y) <= 2.0**-6 * np.linalg.norm(y), of
+
+
+@needs_products
+@on_rounding
+@pytest.mark.parametrize("scale", [1.0, 20000.0])
+def test_large_scores_that_cancel(engine, scale):
+    """Weights add up to 1, also beside an lse of scores that were added up in another order, as float32."""
+    rng = np.random.default_rng(14)
+    query, key = np.ones((2, 100, 64)), 0.3 * rng.standard_normal((2, 300, 64))
+    key[..., 0], key[..., 40] = 2.0**21, -(2.0**21)  # by which the others lose what makes up their sums
+    query, key = query.astype(BFLOAT16), (key / scale).astype(BFLOAT16)
+    value = np.zeros((2, 300, 8), BFLOAT16)
+    wide = [x.astype(np.float32) for x in (query, key, value)]
+    out, lse = engine.attention(*wide, scale=scale, return_lse=True)
+    grad_out = np.ones(out.shape, BFLOAT16)
+    got = engine.backward(grad_out, query, key, value, out, lse, scale=scale, precision="storage")
+    sums = got.value.astype(np.float64).sum(axis=-2)
+    np.testing.assert_allclose(sums, 100.0, rtol=2.0**-7)
 
 
 @needs_products

@@ -714,6 +714,7 @@ def check_backward(record: Record, engine: Engine) -> None:
     got = call(**threads)
     plain = {name: native(x) for name, x in options.items() if isinstance(x, np.ndarray)}
     others = {
+        "again": call(**threads),  # by a prepared call, where there is one
         "threads": call(num_threads=3),
         "contiguous": fastattn.attention_backward(
             outs["grad_out"], *map(native, arrays), *map(native, results), grad_lse=outs["grad_lse"], wrt=wrt,

@@ -124,7 +124,7 @@ OF_ONE_ISA = tuple(it for it in ENGINES if it.isa in (None, *ISAS[:1]))
 #: What NumPy computes: its own code meets all values in pairs of other engines.
 NUMPY = (Engine("reference"), "reference", "numpy", None)
 #: Files about kernels beside those of vectors, which say themselves what they run on.
-OF_EXTENDED = ("test_fused.py", "test_pairs.py", "test_precision.py")
+OF_EXTENDED = ("test_fused.py", "test_pairs.py", "test_precision.py", "test_precision_backward.py")
 
 
 def drawn(few: int, many: int, **strategies: SearchStrategy[Any]) -> Callable[..., Any]:

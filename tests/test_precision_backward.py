@@ -183,16 +183,22 @@ def test_what_is_not_finite_reaches_what_may_read_it(engine, place, number):
 
 @needs_products
 @on_rounding
-def test_an_odd_row_that_overflows(engine):
-    """The last row is paired with none: its infinite gradients of scores are not multiplied by 0."""
-    grad_out, query, key, value = call_of(13, len_q=65)
+@pytest.mark.parametrize(
+    ("head_dim", "scale"), [(24, None), (32, None), (96, None), (32, -0.3), (32, 2.7)], ids=str
+)
+def test_an_odd_row_that_overflows(engine, head_dim, scale):
+    """The last row is paired with none: its infinite gradients of scores are not multiplied by 0. Those of
+    keys are multiplied by what a power of two leaves of the scale, in two parts of one sign."""
+    grad_out, query, key, value = call_of(13, len_q=65, head_dim=head_dim)
     grad_out[..., -1, :] = 0
     grad_out[..., -1, 0] = 1e38
     value[..., 0] = np.where(np.arange(LEN_K) % 2, 100, -100)
-    got, exact = (solve(engine, grad_out, query, key, value, precision=it) for it in ("storage", "exact"))
+    arrays = grad_out, query, key, value
+    got, exact = (solve(engine, *arrays, precision=it, scale=scale) for it in ("storage", "exact"))
     x, y = (found.key.astype(np.float32) for found in (got, exact))
     assert np.isinf(y).any()
     np.testing.assert_array_equal(np.isinf(x), np.isinf(y))
+    np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
 
 
 @needs_products

@@ -11,14 +11,16 @@ import pytest
 import fastattn
 from fastattn import masks
 from fastattn._api import backward as _api
+from fastattn._api import prepared
 from tests.cases import random_arrays
-from tests.conftest import OF_ONE_ISA, computes_gradients
+from tests.conftest import ISAS, OF_ONE_ISA, computes_gradients, on_cython
 from tests.test_prepared import LEFT_TO_PYTHON, L, S
 from tests.test_prepared import OPTIONS as OF_ATTENTION
 from tests.tolerances import assert_all_same, assert_same_bits
 
 engines = OF_ONE_ISA  # no kernel knows how its call was prepared
 
+NUMBERS = np.random.default_rng(0)
 OF_RESULTS = {"return_lse", "return_weights"}
 OPTIONS = {
     name: {key: x for key, x in options.items() if key not in OF_RESULTS}
@@ -27,8 +29,7 @@ OPTIONS = {
 }
 OPTIONS |= {
     "dropout": {"dropout": 0.25, "seed": 3},
-    "storage": {"precision": "storage"},
-    "grad_lse": {"grad_lse": np.ones((2, 3, L), np.float32)},
+    "grad_lse": {"grad_lse": NUMBERS.standard_normal((2, 3, L), np.float32)},
     "of_values": {"wrt": ("value",)},
     "list_of_names": {"wrt": ["key", "query"]},
 }
@@ -57,6 +58,13 @@ def call_of(seed, options, dtype=np.float32, **sizes):
     return *arrays, *fastattn.attention(*arrays[1:], **forward, return_lse=True)
 
 
+def renewed(name, option):
+    """Other numbers of the same signature."""
+    if isinstance(option, np.ndarray):
+        return option[::-1].copy()
+    return option + 1 if name == "seed" else option[::-1] if name == "key_lengths" and option != 9 else option
+
+
 def copied(arrays):
     return [array.copy(order="K") for array in arrays]
 
@@ -68,10 +76,8 @@ def test_a_call_is_prepared_once(engine, no_general_path, name, layout):
     """The next call of a signature, on other numbers, uses the prepared call, with the bits of the general
     path."""
     options = OPTIONS[name] | {"layout": layout}
-    first, second = (call_of(seed, options) for seed in range(2))
-    fresh = dict(options)
-    if isinstance(fresh.get("mask"), np.ndarray):
-        fresh["mask"] = fresh["mask"][::-1].copy()
+    fresh = {key: renewed(key, x) for key, x in options.items()}
+    first, second = (call_of(seed, given) for seed, given in enumerate((options, fresh)))
     # As the general path has it: a list of what is a tuple has no signature.
     expected = engine.backward(*copied(second), **fresh | {"wrt": iter(fresh.get("wrt", ROWS))})
     engine.backward(*first, **options)
@@ -133,7 +139,7 @@ def test_each_array_is_part_of_the_signature(place):
     arrays = call_of(0, {})
     expected = fastattn.attention_backward(*arrays, wrt=iter(ROWS))
     fastattn.attention_backward(*arrays)
-    for change in (reversed_memory, in_float64):
+    for change in (reversed_memory, in_float64, in_other_bytes, unaligned):
         given = list(arrays)
         given[place] = change(given[place])
         for _ in range(2):
@@ -148,6 +154,17 @@ def reversed_memory(array):
 
 def in_float64(array):
     return array.astype(np.float64)
+
+
+def in_other_bytes(array):
+    return array.astype(array.dtype.newbyteorder())
+
+
+def unaligned(array):
+    memory = np.empty(array.nbytes + 1, np.uint8)[1:]
+    moved = memory.view(array.dtype).reshape(array.shape)
+    moved[...] = array
+    return moved
 
 
 def test_grad_lse_is_part_of_the_signature():
@@ -178,16 +195,59 @@ def test_wrong_lengths_are_refused_in_each_call(lengths):
         {"wrt": ("querry",)},
         {"grad_lse": np.ones(3)},
         {"scale": "1"},
+        {"backend": "no such", "num_threads": -1},
     ],
     ids=str,
 )
 def test_a_repeated_call_is_judged_as_the_first(wrong):
-    arrays = call_of(0, {})
+    arrays = call_of(0, {}, len_q=L + 1)  # sizes of no other test
+
+    def complaint():
+        with pytest.raises((TypeError, ValueError)) as raised:
+            fastattn.attention_backward(*arrays, **wrong)
+        return raised.type, str(raised.value)
+
+    first = complaint()
     for _ in range(2):
         fastattn.attention_backward(*arrays)
+    assert complaint() == complaint() == first
+
+
+@computes_gradients
+def test_many_threads_at_once(engine):
+    from concurrent.futures import ThreadPoolExecutor
+
+    calls = [call_of(seed, {}, len_q=60) for seed in range(8)]
+    expected = [engine.backward(*arrays, wrt=iter(ROWS)) for arrays in calls]
+    engine.backward(*calls[0])
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(10):
+            found = pool.map(lambda arrays: engine.backward(*arrays), calls)
+            for got, wanted in zip(found, expected, strict=True):
+                assert_all_same(got[:3], wanted[:3])
+
+
+@pytest.mark.skipif(len(ISAS) < 2, reason="one instruction set")
+def test_each_instruction_set_has_calls_of_its_own():
+    from fastattn.backends.cython import backend as cython_backend
+
+    arrays, found = call_of(0, {}, len_q=L + 2), {}
+    for _ in range(3):
+        for isa in ISAS:
+            with cython_backend.use_isa(isa):
+                general = fastattn.attention_backward(*arrays, wrt=iter(ROWS), backend="cython")
+                got = fastattn.attention_backward(*arrays, backend="cython")
+            assert_all_same(got[:3], general[:3])
+            assert_all_same(got[:3], found.setdefault(isa, got)[:3])
+
+
+def test_a_large_mask_is_not_kept():
+    arrays = call_of(0, {}, lead=(), len_q=800, len_k=800)
+    before = len(prepared._calls)
+    mask = masks.Dense(np.random.default_rng(0).random((3, 800, 800)) < 0.5) & masks.Window(700, 700)
     for _ in range(2):
-        with pytest.raises((TypeError, ValueError)):
-            fastattn.attention_backward(*arrays, **wrong)
+        fastattn.attention_backward(*arrays, mask=mask)
+    assert len(prepared._calls) == before and mask not in prepared._tokens
 
 
 def test_no_array_of_a_call_is_held():
@@ -199,10 +259,11 @@ def test_no_array_of_a_call_is_held():
     assert [ref() for ref in held] == [None] * 6
 
 
-def test_other_numbers_of_threads(no_general_path):
+@on_cython
+def test_other_numbers_of_threads(engine, no_general_path):
     arrays = call_of(0, {}, len_q=200, len_k=300, heads=8, head_dim=32)
-    expected = {n: fastattn.attention_backward(*arrays, num_threads=n) for n in (1, 2, 3)}
+    expected = {n: engine.backward(*arrays, num_threads=n) for n in (1, 2, 3)}
     no_general_path()
     for n, wanted in expected.items():
-        assert_all_same(fastattn.attention_backward(*arrays, num_threads=n)[:3], wanted[:3])
+        assert_all_same(engine.backward(*arrays, num_threads=n)[:3], wanted[:3])
         assert_all_same(wanted[:3], expected[1][:3])

@@ -134,6 +134,40 @@ class TestPairs:
         if expected:
             assert not schedule.converts_keys and not schedule.copies_keys
 
+    @pytest.mark.parametrize(
+        ("expected", "options"),
+        [
+            (True, {}),
+            (True, {"head_dim": 31, "value_dim": 7}),
+            (True, {"scale": -0.3, "softcap": 2.0}),
+            (True, {"bias": np.zeros(300, np.float32)}),
+            (True, {"len_q": 33}),
+            (False, {"len_q": 32}),
+            (False, {"precision": "exact"}),
+            (False, {"has_pairs": False}),
+            (False, {"has_fused": True}),
+            (False, {"grad": np.float32}),
+            (False, {"grad": np.float16}),
+            (False, {"scale": 0.0}),
+            (False, {"dtypes": (BFLOAT16, BFLOAT16, np.float32)}),
+        ],
+    )
+    def test_gradients(self, expected, options):
+        """Where weights are rounded, blocks have the rows that the kernels of pairs know."""
+        options = {"precision": "storage", "dtypes": (BFLOAT16,) * 3, "len_q": 100, "head_dim": 64} | options
+        sizes = {name: options.pop(name) for name in ("len_q", "head_dim")}
+        dtypes, grad = options.pop("dtypes"), options.pop("grad", BFLOAT16)
+        has_fused, has_pairs = options.pop("has_fused", False), options.pop("has_pairs", True)
+        arrays = random_arrays(heads=1, len_k=300, value_dim=options.pop("value_dim", 64), **sizes)
+        arrays = [array.astype(dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
+        problem = problem_of(*arrays, **options)
+        problem = problem._replace(out=np.zeros(problem.out.shape, grad))
+        schedule = make_backward_schedule(problem, Target(16, 3, 8, has_fused, has_pairs), 2, False)
+        assert schedule.rounds_weights == expected
+        if expected:
+            assert schedule.max_lanes == constants.BACKWARD_PAIR_LANES
+            assert schedule.n_vectors * 16 <= schedule.max_lanes
+
     def test_values_may_take_the_room_of_keys(self):
         """Two copies of 1 MB, or one of 2."""
         sizes = {"len_q": 200, "head_dim": 64}

@@ -112,8 +112,9 @@ def attention(
         One more logit per head, in the denominator only.
     precision : {"exact", "storage"}, default "exact"
         ``"storage"`` allows weights to be rounded to the type of query, key and value where all are in 16
-        bits, as in PyTorch, OpenVINO and FlashAttention. It is faster where the CPU multiplies that type;
-        elsewhere it changes nothing. docs/promises.md says what it costs.
+        bits, as in PyTorch, OpenVINO and FlashAttention; for gradients, those of the scores as well. It is
+        faster where the CPU multiplies that type; elsewhere it changes nothing. docs/promises.md says what
+        it costs.
     layout : {"bhsd", "bshd"}, default "bhsd"
         ``"bshd"``: query, key, value and `out` are ``(..., length, heads, dim)``, and nothing else.
     dropout : float, default 0.0

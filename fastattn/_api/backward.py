@@ -255,8 +255,9 @@ def differentiate(
 ) -> Gradients:
     """The gradients as the caller wants them, who gave these arguments. `swapped`: their length axes stand
     before their head axes. Others of the `signature`, if there is one, are prepared with it."""
+    threads = host.threads_for(given["num_threads"])
     chosen = select(backward.problem, given["backend"], gradients=True)
-    threads = chosen.thread_limit(host.threads_for(given["num_threads"]))
+    threads = chosen.thread_limit(threads)
     sizes = backward.problem.sizes
     if not sizes.heads * sizes.rows * sizes.len_k:
         found = backward.zeros()

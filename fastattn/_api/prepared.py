@@ -83,7 +83,7 @@ def signature_of(
 ) -> Any:
     """What two calls with the same preparation have in common, to look them up by, or None.
 
-    `function` tells the public functions apart. `others` are what it reads beside these, arrays or None.
+    `function` tells the public functions apart. `others`: arrays, or None, that the call reads as well.
     `more` is what else decides, and can be hashed, or `token` is its number.
     """
     if type(key) in _ROWS or type(value) in _ROWS:
@@ -160,15 +160,15 @@ def run(
 
     def make() -> PreparedCall | None:
         call = PreparedCall(request, options, backend, prepared.is_small)
-        if call.is_too_large(options):
+        if call.forgets_mask(options):
             return None
         is_compiled = _driver is not None and type(prepared) is _driver.Prepared
         return call.plain(inputs, options) or call if is_compiled else call
 
-    keep(signature, make, threads, prepared)
+    keep_call(signature, make, threads, prepared)
 
 
-def keep(signature: Any, make: Callable[[], Any], threads: int, prepared: Any) -> None:
+def keep_call(signature: Any, make: Callable[[], Any], threads: int, prepared: Any) -> None:
     """Adds what was prepared for a number of threads to the call of a signature, which `make` makes if it is
     new, or None where it is not worth keeping."""
     call = _calls.get(signature)
@@ -230,7 +230,7 @@ def is_same(given: Any, used: Any) -> bool:
     return given is used or given.ctypes.data == used.ctypes.data
 
 
-class Kept:
+class KeptCall:
     """What the signature of a call decides: a mask object's arrays, and what was prepared for so many
     threads."""
 
@@ -257,17 +257,19 @@ class Kept:
         self._is_small = is_small
         self._by_threads: dict[int, Any] = {}
 
-    def is_too_large(self, options: dict[str, Any]) -> bool:
-        """Whether it holds more than `MAX_HELD_NBYTES` of a mask object, which is not kept either then."""
+    def forgets_mask(self, options: dict[str, Any]) -> bool:
+        """Whether it holds more than `MAX_HELD_NBYTES` of a mask object, which is then forgotten, too: such a
+        call is not kept."""
         nbytes = sum(
             array.base.nbytes if array.base is not None else array.nbytes
             for array in self._held
             if array is not None
         )
-        is_too_large = nbytes > MAX_HELD_NBYTES
-        if is_too_large and isinstance(mask := options.get("mask"), Mask):
+        if nbytes <= MAX_HELD_NBYTES:
+            return False
+        if isinstance(mask := options.get("mask"), Mask):
             _tokens.pop(mask, None)  # it may be as large
-        return is_too_large
+        return True
 
     def keep(self, threads: int, prepared: Any) -> None:
         """Adds what was prepared for a number of threads."""
@@ -301,7 +303,7 @@ class Kept:
         return None if dropout is None else dropout._replace(seed=options["seed"]).key
 
 
-class PreparedCall(Kept):
+class PreparedCall(KeptCall):
     """A call of which only the arrays are missing."""
 
     __slots__ = ("_lead", "_lse", "_may_fail", "_mean_dtype", "_out", "_swapped", "_weights")

@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from fastattn._api.prepared import (
     GRADIENTS,
-    Kept,
+    KeptCall,
     is_same,
-    keep,
+    keep_call,
     known,
     reads_as_given,
     signature_of,
     use_arrays,
 )
-from fastattn._call.gradients import Gradients, as_given
+from fastattn._call.gradients import ROWS, Gradients, as_given
 
 if TYPE_CHECKING:
     from fastattn._call.gradients import Backward
     from fastattn.backends._base import Backend, PreparedGradients
-
-_ROWS = ("query", "key", "value")
 
 
 def signature_of_gradients(arrays: tuple[Any, ...], outputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -32,7 +30,7 @@ def signature_of_gradients(arrays: tuple[Any, ...], outputs: tuple[Any, ...], op
     `outputs` the gradient of the outputs, the outputs and their lse. Options become arrays where they can."""
     use_arrays(options)
     wrt = options["wrt"]
-    if type(wrt) not in (tuple, list) or not all(type(name) is str and name in _ROWS for name in wrt):
+    if type(wrt) not in (tuple, list) or not all(type(name) is str and name in ROWS for name in wrt):
         return None
     query, key, value = arrays
     others = *outputs, options["grad_lse"]
@@ -67,12 +65,12 @@ def keep_gradients(
 
         def make() -> PreparedBackward | None:
             call = PreparedBackward(problem, given, backend, prepared.is_small)
-            return None if call.is_too_large(given) else call
+            return None if call.forgets_mask(given) else call
 
-        keep(signature, make, 1 if prepared.is_small else threads, prepared)
+        keep_call(signature, make, 1 if prepared.is_small else threads, prepared)
 
 
-class PreparedBackward(Kept):
+class PreparedBackward(KeptCall):
     """A call for gradients of which only the arrays are missing."""
 
     __slots__ = ()

@@ -28,6 +28,7 @@ else:
 
 #: What gradients of `attention` there are with respect to.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+ROWS = DIFFERENTIABLE[:3]
 
 
 #: An lse of at least this size is replaced by the lse of the scores that the weights are computed from, if

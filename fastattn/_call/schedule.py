@@ -284,8 +284,8 @@ def _fused_schedule(problem: Problem, target: Target, num_threads: int) -> Sched
 def make_backward_schedule(
     problem: Problem, target: Target, num_threads: int, sums_by_task: bool
 ) -> Schedule:
-    """The schedule of the gradients of a problem, whose `out` is that of the outputs: tasks are key tiles,
-    each over all query blocks.
+    """The schedule of the gradients of a problem, whose `out` is the gradient of the outputs: tasks are key
+    tiles, each over all query blocks.
 
     sums_by_task: each task has sums of its own, so that the tasks decide the order of summation.
     """
@@ -303,12 +303,11 @@ def make_backward_schedule(
     heads, lanes = sizes.heads, constants.FUSED_LANES if scores_on_tiles else target.lanes
     small = sizes.rows * heads * sizes.len_k * (sizes.head_dim + sizes.value_dim) < constants.SMALL_WORK
     # Query blocks of about the same size. Tiles of large blocks have rows of a length fixed in the kernels.
-    max_lanes = constants.BACKWARD_ROW_NBYTES // problem.dtype.itemsize
-    if rounds_weights:
-        max_lanes = constants.BACKWARD_PAIR_LANES
+    row_lanes = constants.BACKWARD_ROW_NBYTES // problem.dtype.itemsize
+    max_lanes = constants.BACKWARD_PAIR_LANES if rounds_weights else row_lanes
     n_blocks = max(1, -(-sizes.rows // max_lanes))
     block_q = _up(-(-sizes.rows // n_blocks), lanes)
-    if n_blocks == 1 and 2 * block_q <= max_lanes and not rounds_weights:
+    if n_blocks == 1 and 2 * block_q <= max_lanes:
         max_lanes = block_q
     block_k = min(constants.BACKWARD_BLOCK_K, max(WORD, _up(sizes.len_k, WORD)))
     n_tiles = -(-sizes.len_k // block_k)

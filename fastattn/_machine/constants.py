@@ -145,9 +145,7 @@ SCORE_WORK = 32  #: multiply-adds that a score counts for, with a soft-cap and d
 BACKWARD_BLOCK_K = 128
 BACKWARD_ROW_NBYTES = 384
 BACKWARD_TASK_TILES = 4  #: of keys, at most
-BACKWARD_PAIR_LANES = (
-    64  #: query rows of a block whose products are of pairs, FASTATTN_PAIR_LANES of ``pairs.h``
-)
+BACKWARD_PAIR_LANES = 64  #: query rows of a block of pairs, FASTATTN_PAIR_LANES of ``pairs.h``
 
 # Where many query blocks read one head, a thread copies keys with gaps between their rows, which map to only
 # some of the sets of a cache, and packs values in the order in which they are read. At 1024 keys that takes

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 import fastattn
+from fastattn._call.gradients import ROWS
 from fastattn._machine import constants
 from fastattn._machine.constants import ISAS, MODEL_ISAS
 from fastattn.backends.cython import backend as cython_backend
@@ -708,8 +709,8 @@ def check_backward(record: Record, engine: Engine) -> None:
     }
     wrt = ("query", "key", "value", *(name for name in ("bias", "sinks") if name in options))
     call = lambda **more: fastattn.attention_backward(  # noqa: E731
-        outs["grad_out"], *arrays, *results, grad_lse=outs["grad_lse"], wrt=wrt, backend=engine.backend,
-        **(options | more),
+        outs["grad_out"], *arrays, *results, grad_lse=outs["grad_lse"], backend=engine.backend,
+        **(options | {"wrt": wrt} | more),
     )  # fmt: skip
     got = call(**threads)
     plain = {name: native(x) for name, x in options.items() if isinstance(x, np.ndarray)}
@@ -724,6 +725,10 @@ def check_backward(record: Record, engine: Engine) -> None:
     for what, gradients in others.items():
         for name in wrt:
             same_bits(getattr(got, name), getattr(gradients, name), f"gradient {what} {name}")
+    if wrt != ROWS:  # those have prepared calls
+        first, second = (call(wrt=ROWS) for _ in range(2))
+        for name in ROWS:
+            same_bits(getattr(second, name), getattr(first, name), f"gradient alone {name}")
     hold_gradients(case, outs["grad_out"], got)
     if record.get("spread", 1) > 4:  # what a weight is then depends on how scores are rounded
         return

@@ -16,6 +16,7 @@ import numpy as np
 from fastattn._call.gradients import (
     LARGE_NORMS,
     LARGE_SCORE,
+    ROWS,
     Backward,
     Gradients,
     in_one_block,
@@ -33,8 +34,6 @@ from fastattn.backends.cpu.fields import (
 )
 from fastattn.backends.cpu.record import address_of
 from fastattn.biases import Sums
-
-ROWS = ("query", "key", "value")
 
 LEAST_SCALE = 2.0**-20  #: smaller ones might make gradients of weights denormal
 

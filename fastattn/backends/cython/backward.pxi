@@ -232,7 +232,7 @@ cdef void run_gradient_tasks(void *call, Share *shares, int own, int n_shares) n
         elif g.stage == STAGE_OWN_LSE:
             find_own_lse(job, g, &scratch, &tiles, task)
         else:
-            prepare_block(job, g.forward, g, &scratch, &tiles, task)
+            prepare_block(job, g, &scratch, &tiles, task)
     if job.scores_on_tiles:
         fused_of(job).end()
     free(memory)
@@ -294,10 +294,10 @@ cdef class GradientRecords:
         cdef Gradients g = self.planned
         cdef Job *job
         cdef cnp.ndarray words = room.bias_words
-        cdef bint done = False
-        cdef int64_t outside = 0, at = 0
+        cdef bint done
+        cdef int64_t outside, at
         cdef Py_ssize_t n_blocks, number
-        cdef char *of_blocks
+        cdef char *of_blocks = NULL
         g.lse = <const char *>address_of(lse)
         g.grad_lse = <const char *>address_of(grad_lse)
         g.base = <char *>address_of(room.rows)
@@ -311,9 +311,9 @@ cdef class GradientRecords:
         g.diagonal_turn = <int64_t *>address_of(room.diagonal_turn)
         g.job = job = self.of_gradients.copy()
         try:
-            g.forward = self.of_outputs.copy()
+            g.of_outputs = self.of_outputs.copy()
             set_addresses(job, tuple(arrays))
-            g.forward.out.data = address_of(out)
+            g.of_outputs.out.data = address_of(out)
             g.delta = g.base + 2 * g.heads * g.padded_rows * job.itemsize
             if loops is not None:
                 set_functions(job, &g.functions, loops)
@@ -322,23 +322,24 @@ cdef class GradientRecords:
                 g.has_grids |= bias_sums(job, &g, number).kind == BIAS_OF_GRID
             n_blocks = g.heads * job.n_blocks
             of_blocks = <char *>calloc(n_blocks, 3 * sizeof(int64_t) + 2)
-            if of_blocks != NULL:
-                g.turns = <int64_t *>of_blocks
-                g.reads = g.turns + n_blocks
-                g.nonfinite = <char *>(g.reads + 2 * n_blocks)
-                g.is_large = g.nonfinite + n_blocks
-                memset(g.is_large, all_large, n_blocks)
-                with nogil:
-                    done = run_stage(&g, STAGE_PREPARE, n_blocks, num_threads)
-                    if done and memchr(g.is_large, 1, n_blocks) != NULL:
-                        done = run_stage(&g, STAGE_OWN_LSE, n_blocks, num_threads)
-                    done = done and run_stage(&g, STAGE_KEYS, job.n_tasks, num_threads)
-                outside = job.read_outside
-                at = job.outside_at - 1
-                free(of_blocks)
+            if of_blocks == NULL:
+                raise MemoryError("no memory for the turns of the query blocks")
+            g.turns = <int64_t *>of_blocks
+            g.reads = g.turns + n_blocks
+            g.nonfinite = <char *>(g.reads + 2 * n_blocks)
+            g.is_large = g.nonfinite + n_blocks
+            memset(g.is_large, all_large, n_blocks)
+            with nogil:
+                done = run_stage(&g, STAGE_PREPARE, n_blocks, num_threads)
+                if done and memchr(g.is_large, 1, n_blocks) != NULL:
+                    done = run_stage(&g, STAGE_OWN_LSE, n_blocks, num_threads)
+                done = done and run_stage(&g, STAGE_KEYS, job.n_tasks, num_threads)
+            outside = job.read_outside
+            at = job.outside_at - 1
         finally:
+            free(of_blocks)
             free(job)
-            free(g.forward)
+            free(g.of_outputs)
         if not done:
             raise MemoryError("no memory for the tiles of a thread")
         if loops is not None and not g.needs_own_lse:

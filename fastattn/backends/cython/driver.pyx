@@ -19,7 +19,7 @@ ABI of Python 3.11, a call of Cython's own type of function builds a tuple of th
 """
 
 from libc.float cimport DBL_MAX, FLT_MAX, FLT_MIN
-from libc.math cimport INFINITY, NAN, exp, fabs, ilogb, isfinite, isnan, ldexp, log, sqrt
+from libc.math cimport INFINITY, NAN, exp, fabs, ilogb, isfinite, isnan, ldexp, log, nextafterf, sqrt
 from libc.stdint cimport int8_t, int32_t, int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memchr, memcmp, memcpy, memset, strlen

@@ -1,6 +1,10 @@
 # Gradients of bfloat16 as products of pairs, see kernels/pairs.h: the weights and the gradients of the scores are rounded to
 # bfloat16, as the arrays are, and the instruction that multiplies two pairs computes all five products. Numbers are in
-# float32 before they are rounded, whatever the strides and the byte order of the arrays.
+# float32 before they are rounded, whatever the strides of the arrays.
+
+cdef enum:
+    ROUNDED_NBYTES = 2   # of a bfloat16
+
 
 cdef void pair_rows(const Job *job, const Tiles *t, char *words, const char *rows, Py_ssize_t n_rows,
                     Py_ssize_t ld) noexcept nogil:
@@ -18,18 +22,20 @@ cdef uint64_t pack_columns(const Job *job, const Tiles *t, char *to, const char 
     """The rows of a block, times a power of two, as columns of words. Returns the lanes whose products are not those of
     pairs."""
     cdef Py_ssize_t lane
-    # With denormal numbers, of which `pack` tells.
-    kernels_of(job).store_row(t.rounded, PAIR_NBYTES // 2, rows, block.n_rows * ld, BFLOAT16)
+    # Which keeps denormal numbers: `pack` reports their lanes.
+    kernels_of(job).store_row(t.rounded, ROUNDED_NBYTES, rows, block.n_rows * ld, BFLOAT16)
     for lane in range(block.ld):
-        t.row_at[lane] = t.rounded + min(lane, block.n_rows - 1) * ld * (PAIR_NBYTES // 2)
+        t.row_at[lane] = t.rounded + min(lane, block.n_rows - 1) * ld * ROUNDED_NBYTES
     return kernels_of(job).pairs.pack(to, block.ld, <const char *const *>t.row_at, (n_cols + 1) // 2, <float>factor)
 
 
 cdef void pair_keys(const Job *job, const Gradients *g, const Tiles *t, Py_ssize_t n_keys) noexcept nogil:
     """What products read of the keys and values of a task."""
     kernels_of(job).pairs.round_numbers(t.stored_keys, t.keys, n_keys * g.query_ld)
-    kernels_of(job).pairs.round_numbers(t.stored_values, t.values, n_keys * g.value_ld)
-    pair_rows(job, t, t.key_words, t.keys, n_keys, g.query_ld)
+    if g.wants_change:
+        kernels_of(job).pairs.round_numbers(t.stored_values, t.values, n_keys * g.value_ld)
+    if g.wants_query:
+        pair_rows(job, t, t.key_words, t.keys, n_keys, g.query_ld)
 
 
 cdef void score_pairs(const Job *job, const Scratch *w, const Tiles *t, const Block *block, const Tile *tile, char *scores,
@@ -38,8 +44,8 @@ cdef void score_pairs(const Job *job, const Scratch *w, const Tiles *t, const Bl
     """The products of a tile: of `columns` and the `stored` rows of the task, and in the other lanes, of the same in
     float32."""
     cdef Py_ssize_t first = tile.key0 - tile.task_key0, size = job.itemsize, lane, j, at
-    kernels_of(job).pairs.score(scores, NULL, columns, block.ld, block.n_vectors, stored + first * ld * (PAIR_NBYTES // 2), w.stops,
-                                (n_cols + 1) // 2, ld * (PAIR_NBYTES // 2), PAIR_NBYTES, NULL, 0, 0)
+    kernels_of(job).pairs.score(scores, NULL, columns, block.ld, block.n_vectors, stored + first * ld * ROUNDED_NBYTES, w.stops,
+                                (n_cols + 1) // 2, ld * ROUNDED_NBYTES, PAIR_NBYTES, NULL, 0, 0)
     if not other_lanes:
         return
     kernels_of(job).score(t.other_scores, NULL, tile_columns, block.ld, block.n_vectors, rows + first * ld * size, w.stops, n_cols,
@@ -61,18 +67,17 @@ cdef void add_over_rows(const Job *job, const Gradients *g, const Tiles *t, cons
     kernels_of(job).pairs.round_numbers(t.rounded, factors, tile.n_keys * block.ld)
     if block.n_rows & 1:
         for j in range(tile.n_keys):   # the lane beside the last row's
-            memset(t.rounded + (j * block.ld + block.n_rows) * (PAIR_NBYTES // 2), 0, PAIR_NBYTES // 2)
-    kernels_of(job).pairs.accumulate_words(acc, words, ld, t.rounded, PAIR_NBYTES, block.ld * (PAIR_NBYTES // 2),
+            memset(t.rounded + (j * block.ld + block.n_rows) * ROUNDED_NBYTES, 0, ROUNDED_NBYTES)
+    kernels_of(job).pairs.accumulate_words(acc, words, ld, t.rounded, PAIR_NBYTES, block.ld * ROUNDED_NBYTES,
                                            (block.n_rows + 1) // 2, tile.n_keys, not tile.sets_keys)
 
 
 cdef void add_over_keys(const Job *job, const Gradients *g, const Tiles *t, const Block *block, const Tile *tile, char *acc,
-                        const char *keys, const char *words, char *factors) noexcept nogil:
-    """acc[row] += the sum over keys of factors[key][row] times the key; = where nothing was added before. words: of two
-    keys. Where products are of pairs, so are the factors afterwards."""
+                        const char *keys, const char *words, const char *factors) noexcept nogil:
+    """acc[row] += the sum over keys of factors[key][row] times the key; = where nothing was added before. Where products are
+    of pairs, the factors are words of two keys, as `words` are."""
     if not g.rounds_weights:
         accumulate_rows_of(job, t, acc, keys, g.query_ld, factors, block.ld, 1, block.n_rows, tile.n_keys, tile.sets_queries)
         return
-    pair_rows(job, t, factors, factors, tile.n_keys, block.ld)
     kernels_of(job).pairs.accumulate_words(acc, words, g.query_ld, factors, block.ld * PAIR_NBYTES, PAIR_NBYTES,
                                            (tile.n_keys + 1) // 2, block.n_rows, not tile.sets_queries)

@@ -28,7 +28,7 @@ cdef struct Gradients:
     # What a backward call reads and writes beside its Job, of which `out` is the gradient of the outputs. Rows are those
     # of a key/value head, row = i * group + g, and have a whole number of vectors.
     Job *job
-    Job *forward             # of which `out` is the outputs
+    Job *of_outputs          # of which `out` is the outputs
     const char *lse          # (batch, H, len_q)
     const char *grad_lse     # likewise; NULL: 0
     char *base               # (2, heads, padded_rows): the lse in the units of the scores, as the sum of two

@@ -53,7 +53,7 @@ cdef inline void set_row(const Job *job, const Gradients *g, Py_ssize_t row, dou
     set_real(g.delta + row * size, delta, size)
 
 
-cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
+cdef void prepare_block(Job *job, Gradients *g, Scratch *w, Tiles *t, Py_ssize_t task) noexcept nogil:
     """The base and the delta of each row of a query block, the keys it reads, whether it is finite, and whether any lse is
     large; zeros, where no tile will add to it."""
     cdef const fastattn_kernels *kernels = kernels_of(job)
@@ -66,7 +66,9 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
     cdef bint is_last = index == job.n_blocks - 1
     cdef const char *grad
     cdef const char *out
-    cdef bint in_place = not job.out_storage and not forward.out_storage and job.out.col == size and forward.out.col == size
+    cdef Job *of_outputs = g.of_outputs
+    cdef bint in_place = (not job.out_storage and not of_outputs.out_storage
+                          and job.out.col == size and of_outputs.out.col == size)
     cdef bint nonfinite = False
     find_query_block(job, g, w, &block, head, index)
     g.reads[2 * task] = block.low
@@ -81,14 +83,14 @@ cdef void prepare_block(Job *job, Job *forward, Gradients *g, Scratch *w, Tiles 
     if not in_place:
         rows = read_rows(job, w, &block, &job.out, job.out_storage, job.value_dim)
         pack_rows(job, t.grad_rows, g.value_ld, &rows, &block, job.value_dim, 1)
-        rows = read_rows(forward, w, &block, &forward.out, forward.out_storage, job.value_dim)
+        rows = read_rows(of_outputs, w, &block, &of_outputs.out, of_outputs.out_storage, job.value_dim)
         pack_rows(job, t.values, g.value_ld, &rows, &block, job.value_dim, 1)
     for row in range(block.n_rows):
         grad = t.grad_rows + row * g.value_ld * size
         out = t.values + row * g.value_ld * size
         if in_place:
             grad = lane_row(w, &job.out, at_item(job, &job.out, block.item), row)
-            out = lane_row(w, &forward.out, at_item(forward, &forward.out, block.item), row)
+            out = lane_row(w, &of_outputs.out, at_item(of_outputs, &of_outputs.out, block.item), row)
         sum = kernels.dot(grad, out, job.value_dim)
         nonfinite |= not isfinite(sum) or is_nonfinite(job, grad, 1, job.value_dim)
         number = (of_head + w.row_h[row]) * job.len_q + w.row_i[row]
@@ -397,7 +399,8 @@ cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *
     pack_rows(job, t.query_rows, g.query_ld, &rows, block, job.head_dim, 1 if g.rounds_weights else g.scale)
     if g.rounds_weights:
         t.other_queries = pack_columns(job, t, t.query_columns, t.query_rows, g.query_ld, block, job.head_dim, job.query_factor)
-        pair_rows(job, t, t.query_words, t.query_rows, block.n_rows, g.query_ld)
+        if g.wants_key:
+            pair_rows(job, t, t.query_words, t.query_rows, block.n_rows, g.query_ld)
     if not g.rounds_weights or t.other_queries:
         kernels.pack(w.query, block.ld, rows.at, rows.col, job.head_dim, job.query_factor)
     if job.scores_on_tiles:
@@ -409,7 +412,8 @@ cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *
     pack_rows(job, t.grad_rows, g.value_ld, &rows, block, job.value_dim, 1)
     if g.rounds_weights:
         t.other_grads = pack_columns(job, t, t.grad_columns, t.grad_rows, g.value_ld, block, job.value_dim, g.grad_scale)
-        pair_rows(job, t, t.grad_words, t.grad_rows, block.n_rows, g.value_ld)
+        if g.wants_value:
+            pair_rows(job, t, t.grad_words, t.grad_rows, block.n_rows, g.value_ld)
     if not g.rounds_weights or t.other_grads:
         kernels.pack(t.grad, block.ld, rows.at, rows.col, job.value_dim, g.grad_scale)
 
@@ -417,14 +421,26 @@ cdef void load_block(Job *job, Gradients *g, Scratch *w, Tiles *t, const Block *
 cdef void scale_rows(const Job *job, const Gradients *g, Scratch *w, char *rows, Py_ssize_t n_rows) noexcept nogil:
     """Multiplies finished gradients of queries or keys, in place, by the scale; at most as many rows as lanes."""
     cdef Py_ssize_t lane, size = job.itemsize, ld = job.max_lanes
-    cdef double rest
+    cdef double high = g.scale, rest
+    if size == sizeof(float):
+        high = <float>g.scale
+        if fabs(high) > fabs(g.scale):
+            high = nextafterf(<float>g.scale, 0)
+    # Both of one sign, or times inf they would add up to NaN; not 0 for the same reason, and too small to change a result.
+    rest = g.scale - high if g.scale != high else g.scale * TINY_SHARE
     for lane in range(n_rows):
         w.rows[lane] = rows + lane * g.query_ld * size
-        set_real(w.inverse + lane * size, g.scale, size)
-        rest = g.scale - get_real(w.inverse + lane * size, size)
-        # Not 0, which times inf would be NaN, and too small to change a result.
-        set_real(w.inverse + (ld + lane) * size, rest if rest != 0 else g.scale * TINY_SHARE, size)
+        set_real(w.inverse + lane * size, high, size)
+        set_real(w.inverse + (ld + lane) * size, rest, size)
     kernels_of(job).unpack_rows(w.rows, size, n_rows, rows, g.query_ld, job.head_dim, w.inverse, ld)
+
+
+cdef inline void clean_block(const Job *job, const Gradients *g, const Tiles *t, const Block *block, char *rows, char *words,
+                             Py_ssize_t ld) noexcept nogil:
+    """The rows of a block with NaN and inf set to 0, which t.raw_rows keep, and their words."""
+    clean_rows(job, rows, t.raw_rows, rows, block.n_rows, ld)
+    if g.rounds_weights:
+        pair_rows(job, t, words, rows, block.n_rows, ld)
 
 
 cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, Tile *tile, bint nonfinite) noexcept nogil:
@@ -432,42 +448,43 @@ cdef void add_tile(Job *job, Gradients *g, Scratch *w, Tiles *t, Block *block, T
     cdef Py_ssize_t size = job.itemsize, ld = block.ld, offset = tile.key0 - tile.task_key0
     cdef Py_ssize_t key_row = tile.head * job.len_k + tile.key0
     cdef const char *keys = t.keys + offset * g.query_ld * size
+    cdef const char *read_keys = keys
+    cdef const char *words = t.key_words + offset // 2 * g.query_ld * size
+    cdef char *factors = t.change
     cdef char *to_key = g.key + key_row * g.query_ld * size
     cdef char *to_value = g.value + key_row * g.value_ld * size
     cdef char *to_query = g.query + (tile.head * job.len_q * job.group_size + tile.first_row) * g.query_ld * size
     cdef int64_t *turn = g.turns + tile.head * job.n_blocks + tile.index
+    cdef bint has_query = g.wants_query and tile.state != TILE_EMPTY
     if tile.state != TILE_EMPTY:
         if g.wants_value:
             if nonfinite:
-                clean_rows(job, t.grad_rows, t.raw_rows, t.grad_rows, block.n_rows, g.value_ld)
-                if g.rounds_weights:
-                    pair_rows(job, t, t.grad_words, t.grad_rows, block.n_rows, g.value_ld)
+                clean_block(job, g, t, block, t.grad_rows, t.grad_words, g.value_ld)
             add_over_rows(job, g, t, block, tile, to_value, t.grad_rows, t.grad_words, g.value_ld, w.scores)
             if nonfinite:
                 add_nonfinite(job, w, block, tile, t.raw_rows, g.value_ld, False, w.scores, to_value, g.value_ld)
         if g.wants_key:
             if nonfinite:
-                clean_rows(job, t.query_rows, t.raw_rows, t.query_rows, block.n_rows, g.query_ld)
-                if g.rounds_weights:
-                    pair_rows(job, t, t.query_words, t.query_rows, block.n_rows, g.query_ld)
+                clean_block(job, g, t, block, t.query_rows, t.query_words, g.query_ld)
             add_over_rows(job, g, t, block, tile, to_key, t.query_rows, t.query_words, g.query_ld, t.change)
             if nonfinite:
                 add_nonfinite(job, w, block, tile, t.raw_rows, g.query_ld, False, t.change, to_key, g.query_ld)
     if not g.wants_query and not g.has_grids:
         return
+    if has_query and nonfinite:
+        clean_rows(job, t.clean_keys, NULL, keys, tile.n_keys, g.query_ld)
+        read_keys = t.clean_keys
+    if has_query and g.rounds_weights:
+        if nonfinite:   # what was cleaned away is multiplied by t.change as it is
+            pair_rows(job, t, t.clean_keys, t.clean_keys, tile.n_keys, g.query_ld)
+            words = t.clean_keys
+            factors = t.other_scores
+        pair_rows(job, t, factors, t.change, tile.n_keys, ld)
     fastattn_wait_for_turn(turn, tile.turn)
     if g.wants_query and tile.state == TILE_EMPTY and tile.sets_queries:
         memset(to_query, 0, block.n_rows * g.query_ld * size)
-    if tile.state != TILE_EMPTY and g.wants_query:
-        if nonfinite:
-            clean_rows(job, t.clean_keys, NULL, keys, tile.n_keys, g.query_ld)
-            if g.rounds_weights:   # with the factors as they are for what was cleaned away
-                pair_rows(job, t, t.clean_keys, t.clean_keys, tile.n_keys, g.query_ld)
-                memcpy(t.other_scores, t.change, tile.n_keys * ld * size)
-            add_over_keys(job, g, t, block, tile, to_query, t.clean_keys, t.clean_keys,
-                          t.other_scores if g.rounds_weights else t.change)
-        else:
-            add_over_keys(job, g, t, block, tile, to_query, keys, t.key_words + offset // 2 * g.query_ld * size, t.change)
+    if has_query:
+        add_over_keys(job, g, t, block, tile, to_query, read_keys, words, factors)
         if nonfinite:
             add_nonfinite(job, w, block, tile, keys, g.query_ld, True, t.change, to_query, g.query_ld)
     if tile.state != TILE_EMPTY and g.has_grids:

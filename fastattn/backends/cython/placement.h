@@ -29,6 +29,11 @@
 #include <string.h>
 
 #include "pool.h"
+#include "turns.h" /* windows.h, where there is one */
+
+#ifndef _WIN32
+#include <unistd.h>
+#endif
 
 #ifdef __linux__
 
@@ -133,7 +138,7 @@ static void decide_placement(region_places *r, int is_short) {
 }
 
 /* Claims the core of a worker that is about to be woken, or keeps it off the cores that are claimed. It may begin
- * meanwhile, as it was about to sleep: then `finish` restores its affinity. */
+ * meanwhile, as it was about to sleep: then the end of the region restores its affinity. */
 static void place_sleeper(region_places *r, thread_place *w) {
     const int last = __atomic_load_n(&w->cpu, __ATOMIC_RELAXED);
     cpu_set_t others = r->allowed;

@@ -199,8 +199,6 @@ static void spin_while(const worker *w, int state) {
     } while (nanoseconds() < stop);
 }
 
-/* ------------------------------------------------------------------ placement */
-
 #ifdef __linux__
 
 /* Waits for a worker. One that does not run meanwhile, as its core is another's, gets the caller's. */

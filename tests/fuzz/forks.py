@@ -1,4 +1,8 @@
-"""Forks in the middle of work: threads run cases all the time, and so does each child."""
+"""Forks in the middle of work: threads run cases all the time, and so does each child.
+
+NumPy's products are in one thread. By several, OpenBLAS hangs when a process forks while another thread is
+within one: eight threads of ``a @ b`` of 128 x 128 and ``os.fork()``, with NumPy alone, do so at once.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,10 @@ from collections.abc import Callable
 
 # A child forked while another thread imports one of these would wait for its lock.
 import numpy.testing  # noqa: F401
+import threadpoolctl
 
 from fastattn.backends.cython import backend as cython_backend
+from tests.conftest import threads_of_products
 from tests.fuzz import beside, histories  # noqa: F401
 from tests.fuzz.records import Record, draw
 from tests.fuzz.worker import manner_of, prepare
@@ -44,6 +50,7 @@ def run(forks: int, threads: int, seed: int, show: Callable[[int, int], None]) -
             done[number] += 1
             at += threads
 
+    threads_of_products(threadpoolctl, 1)
     workers = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(threads)]
     for worker in workers:
         worker.start()

@@ -394,7 +394,8 @@ static void test_round_numbers(void) {
     for (ptrdiff_t n = 0; n <= 40 * lanes; n += lanes) {
         float *const from = tile(n + 1, 1);
         char *const to = (char *)tile(n / 2 + 1, 1);
-        for (ptrdiff_t i = 0; i < n; i++) from[i] = any_weight() * (below(2) ? 1 : -1);
+        for (ptrdiff_t i = 0; i < n; i++) from[i] = below(2) ? float_of((uint32_t)random_bits()) : any_weight() * (below(2) ? 1 : -1);
+        for (ptrdiff_t i = 0; i < n; i += 7) from[i] = below(2) ? INFINITY : float_of(0x7fffffffu | (uint32_t)below(2) << 31);
         kernels->pairs->round_numbers(to, from, n);
         for (ptrdiff_t i = 0; i < n; i++) {
             uint16_t half;

@@ -85,11 +85,13 @@ INLINE VEC splat_pair(const char *at) {
 
 /* ------------------------------------------------------------------ weights and values */
 
-/* A pair of numbers of each lane, rounded to nearest even; denormal ones become 0 with their sign. */
+/* A pair of numbers of each lane, rounded to nearest even; denormal ones become 0 with their sign, NaN is quiet. */
 #if defined(FASTATTN_MODEL)
 INLINE WORDS rounded(VEC x) {
-    const WORDS bits = (WORDS)x, is_normal = (WORDS)((bits & 0x7f800000u) != 0);
-    return (bits + 0x7fff + (bits >> 16 & 1)) & (is_normal | 0x80000000u);
+    const WORDS bits = (WORDS)x, size = bits & 0x7fffffffu;
+    const WORDS is_nan = (WORDS)(size > 0x7f800000u), is_normal = (WORDS)(size >= 0x00800000u);
+    const WORDS nearest = (bits + 0x7fff + (bits >> 16 & 1)) & (is_normal | 0x80000000u);
+    return (is_nan & (bits | 0x00400000u)) | (~is_nan & nearest);
 }
 INLINE VEC pair(VEC low, VEC high) { return (VEC)((rounded(low) >> 16) | (rounded(high) & (uint32_t)HIGH_HALF)); }
 #else

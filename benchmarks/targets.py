@@ -62,7 +62,7 @@ TARGETS: dict[str, dict[str, float]] = {
     "backward-causal-2048-64": _GRADIENTS | {"torch": 1.35},
     "backward-2048-128": _GRADIENTS | {"torch": 1.15},
     "backward-bfloat16": _GRADIENTS | {"torch": 1.2},
-    "backward-tiny-16": _GRADIENTS | {"torch": 1.2},
+    "backward-16": _GRADIENTS | {"torch": 1.2},
     "backward-bert-batch": _GRADIENTS | {"torch": 1.3},
     "backward-8192-1-head": _GRADIENTS | {"torch": 1.8},
     "backward-8192-2-heads": _GRADIENTS | {"torch": 1.8},

@@ -239,7 +239,7 @@ _TABLE: dict[str, list[_Row]] = {
          "the head of Llama and most language models"),
         ("backward-bfloat16",       "1,16,2048,2048,64",    dict(backward=True, dtype="bfloat16"),
          "the first of them in bfloat16"),
-        ("backward-tiny-16",        "1,4,16,16,64",         dict(backward=True),
+        ("backward-16",             "1,4,16,16,64",         dict(backward=True),
          "16 tokens: overheads"),
         ("backward-bert-batch",     "32,12,128,128,64",     dict(backward=True, quick=True),
          "BERT-base, a batch of 32 short texts"),

@@ -101,15 +101,14 @@ class PreparedGradients:
         self,
         backward: Backward,
         schedule: Schedule,
-        lanes: int,
-        records_of: Callable[[Plan], Any],
-        loops_of: Callable[[Backward, Schedule, int], Any],
+        plan: Plan,
+        records: Any,
+        loops_of: Callable[[Backward], Any],
     ) -> None:
-        """records_of: of a driver, see `GradientRecords` of its sources. loops_of: see
+        """records: of a driver, see `GradientRecords` of its sources. loops_of: see
         `fastattn.backends.jit.loading.gradient_loops_of`."""
         problem = backward.problem
-        self._plan = plan = plan_of(backward, schedule, lanes)
-        self._records = records_of(plan)
+        self._schedule, self._plan, self._records, self._loops_of = schedule, plan, records, loops_of
         self._sizes, self._dtype, self._wrt = problem.sizes, problem.dtype, backward.wrt
         self._shapes = problem.query.shape, backward.lse.shape
         self._heads = heads = (*problem.lead, problem.num_kv_heads)
@@ -118,7 +117,6 @@ class PreparedGradients:
         self._room = [
             (*heads, n if wanted else 0, ld) for n, ld, wanted in zip(rows, lds, plan.wants, strict=True)
         ]
-        self._lanes, self._schedule, self._loops_of = lanes, schedule, loops_of
         self.is_small = schedule.is_small
 
     def run_on(self, backward: Backward) -> Gradients:
@@ -141,7 +139,7 @@ class PreparedGradients:
         for all_large in (False, True):
             room = self._make_room()
             if backward is not None:
-                loops = self._loops_of(backward, self._schedule, self._lanes)
+                loops = self._loops_of(backward)
                 if "bias" in self._wrt:
                     _make_room_for_bias(room, backward, self._schedule)
             if loops is not None:

@@ -28,7 +28,7 @@ from fastattn._call.storage import INT8, SWAPPED, storage_of
 from fastattn._machine import host, threads
 from fastattn._machine.constants import ISAS, SMALL_WORK
 from fastattn.backends._base import Backend, Prepared
-from fastattn.backends.cpu.backward import PreparedGradients
+from fastattn.backends.cpu.backward import PreparedGradients, plan_of
 from fastattn.backends.cpu.record import write_record
 from fastattn.backends.jit.loading import gradient_loops_of, loop_of, reasons_no_compiler
 
@@ -102,8 +102,10 @@ class CythonBackend(Backend):
         grad_out, out = backward.grad_out, problem.out
         if larger or (grad_out.dtype, grad_out.strides) != (out.dtype, out.strides):
             of_outputs = write_record(problem, schedule, target)
-        records_of = partial(driver.GradientRecords, record, of_outputs)
-        return PreparedGradients(backward, schedule, target.lanes, records_of, gradient_loops_of)
+        plan = plan_of(backward, schedule, target.lanes)
+        records = driver.GradientRecords(record, of_outputs, plan)
+        loops_of = partial(gradient_loops_of, schedule=schedule, lanes=target.lanes)
+        return PreparedGradients(backward, schedule, plan, records, loops_of)
 
     def differentiate(self, backward: Backward, num_threads: int) -> Gradients:
         return self.prepare_gradients(backward, num_threads).run_on(backward)

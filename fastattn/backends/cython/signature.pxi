@@ -254,7 +254,7 @@ def signature(int function, query, key, value, dict given, backend, int64_t toke
     """Bytes that are equal for calls which can share a prepared call, or None for a call with unusual arguments.
 
     `function` is a number for each public function, `given` the options of the call, `backend` that of a call that names
-    none, `token` the number of all else that decides, and `others` what it reads beside these, arrays or None.
+    none, `token` the number of all else that decides, and `others` arrays, or None, that the call reads as well.
     """
     cdef PyObject *values[MAX_OPTIONS]
     if not read_options(given, backend, values):
